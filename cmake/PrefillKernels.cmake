@@ -1,0 +1,18 @@
+# THE LIST: every kernel of the package. One call a backend; a build makes each (dtype, head-dim
+# class) of it, trimmed by PREFILL_ARCHS, PREFILL_DTYPES and PREFILL_HEAD_DIMS.
+#
+# ARCHS are CMake's. fa2: sm_80 machine code does not run on Hopper, hence 90-real; the PTX is for newer
+# devices. fa3: WGMMA and TMA exist in 90a only.
+# HEAD_DIMS are <QK>x<VO>. Head dims between two classes ride on the next one up by zero fill.
+
+prefill_kernel_family(
+  fa2
+  ARCHS 80-real 90-real 80-virtual
+  DTYPES float16 bfloat16
+  HEAD_DIMS 64x64 128x128 192x128 256x256)
+
+prefill_kernel_family(
+  fa3
+  ARCHS 90a-real
+  DTYPES float16 bfloat16
+  HEAD_DIMS 64x64 128x128 192x128 256x256)
