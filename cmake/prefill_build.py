@@ -1,7 +1,7 @@
 """Build backend: scikit-build-core, plus the answer to "can this machine compile kernels?".
 
-The answer decides what a build requires (torch, CUTLASS and, where there is no nvcc, nvcc from PyPI)
-and whether CMake runs at all: a build without kernels is pure Python and needs no compiler.
+The answer decides what a build requires (torch, CUTLASS and, where there is no nvcc, nvcc from
+PyPI) and whether CMake runs at all: a build without kernels is pure Python and needs no compiler.
 
 CMake runs this file as a script to find nvcc, so that there is one search order:
 CMAKE_CUDA_COMPILER, CUDACXX, nvcc on PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda, then the
@@ -42,7 +42,7 @@ prefill: an error."""
 
 
 def real_nvcc(candidate: Path) -> Path:
-    """The compiler behind a wrapper script, so that its toolkit and its ccache identity are right."""
+    """The compiler behind a wrapper script: ccache and the toolkit root need the real one."""
     dry_run = subprocess.run(
         [candidate, "--dryrun", "-E", "-x", "cu", os.devnull],
         capture_output=True,
@@ -58,7 +58,7 @@ def real_nvcc(candidate: Path) -> Path:
 
 
 def packaged_nvcc() -> Path | None:
-    """nvcc of the nvidia-cuda-nvcc package (13.0: nvidia/cu13/bin/nvcc), if it is installed."""
+    """The nvcc of the nvidia-cuda-nvcc package (nvidia/cu13/bin/nvcc), if it is installed."""
     spec = importlib.util.find_spec("nvidia")
     locations = spec.submodule_search_locations if spec else None
     for location in locations or []:
@@ -68,7 +68,7 @@ def packaged_nvcc() -> Path | None:
 
 
 def find_nvcc(compiler: str | None = None) -> Path | None:
-    """The first nvcc in the order of the module's docstring; a named one that is missing is an error."""
+    """The first nvcc in the order of the module's docstring; one named but missing is an error."""
     for source, name in (
         ("CMAKE_CUDA_COMPILER", compiler),
         ("CUDACXX", os.environ.get("CUDACXX")),
@@ -126,22 +126,26 @@ def kernel_requires(config_settings: ConfigSettings = None) -> list[str]:
     return KERNEL_REQUIRES if mode == "ON" else []
 
 
-def settings_for_build(config_settings: ConfigSettings) -> dict[str, Any]:
-    """The settings to build with: without kernels, CMake is left out and the wheel is pure."""
+def settings_for_build(config_settings: ConfigSettings) -> tuple[dict[str, Any], str]:
+    """The settings to build with and a message that says what is built.
+
+    Without kernels, CMake is left out and the wheel is pure Python.
+    """
     settings = dict(config_settings or {})
     mode = kernels_mode(config_settings)
-    if mode == "AUTO" and not find_nvcc(option("CMAKE_CUDA_COMPILER", config_settings)):
-        if nvcc_on_pypi():
-            why = "its packages are not installed in this environment"
-        else:
-            why = f"there are no packages of it for {sys.platform} {platform.machine()}"
-        packages = " ".join(f"'{requirement}'" for requirement in NVCC_REQUIRES)
-        print(OFF_MESSAGE.format(why=why, packages=packages), file=sys.stderr, flush=True)
-        mode = "OFF"
+    nvcc = find_nvcc(option("CMAKE_CUDA_COMPILER", config_settings)) if mode != "OFF" else None
+    if nvcc or mode == "ON":
+        return settings, f"prefill: building with kernels, nvcc: {nvcc}"
+    settings = {key: value for key, value in settings.items() if "cmake.define." not in key}
+    settings["wheel.cmake"] = "false"
     if mode == "OFF":
-        settings = {key: value for key, value in settings.items() if "cmake.define." not in key}
-        settings["wheel.cmake"] = "false"
-    return settings
+        return settings, "prefill: building without kernels, as PREFILL_KERNELS=OFF asks"
+    if nvcc_on_pypi():
+        why = "its packages are not installed in this environment"
+    else:
+        why = f"there are no packages of it for {sys.platform} {platform.machine()}"
+    packages = " ".join(f"'{requirement}'" for requirement in NVCC_REQUIRES)
+    return settings, OFF_MESSAGE.format(why=why, packages=packages)
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
@@ -163,6 +167,24 @@ def get_requires_for_build_sdist(config_settings: ConfigSettings = None) -> list
     return build.get_requires_for_build_sdist(config_settings)
 
 
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: ConfigSettings = None
+) -> str:
+    from scikit_build_core import build
+
+    settings, _ = settings_for_build(config_settings)
+    return build.prepare_metadata_for_build_wheel(metadata_directory, settings)
+
+
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: ConfigSettings = None
+) -> str:
+    from scikit_build_core import build
+
+    settings, _ = settings_for_build(config_settings)
+    return build.prepare_metadata_for_build_editable(metadata_directory, settings)
+
+
 def build_wheel(
     wheel_directory: str,
     config_settings: ConfigSettings = None,
@@ -170,7 +192,8 @@ def build_wheel(
 ) -> str:
     from scikit_build_core import build
 
-    settings = settings_for_build(config_settings)
+    settings, message = settings_for_build(config_settings)
+    print(message, file=sys.stderr, flush=True)
     return build.build_wheel(wheel_directory, settings, metadata_directory)
 
 
@@ -181,7 +204,8 @@ def build_editable(
 ) -> str:
     from scikit_build_core import build
 
-    settings = settings_for_build(config_settings)
+    settings, message = settings_for_build(config_settings)
+    print(message, file=sys.stderr, flush=True)
     return build.build_editable(wheel_directory, settings, metadata_directory)
 
 
@@ -202,7 +226,6 @@ def main() -> int:
         print(find_nvcc(arguments.compiler) or "")
         return 0
     extra = kernel_requires()
-    # Old cmake and ninja are asked for by scikit-build-core itself; the scripts always take new ones.
     print("\n".join([SCIKIT_BUILD_CORE, *(["cmake>=3.26", "ninja"] if extra else []), *extra]))
     return 0
 
