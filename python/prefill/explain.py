@@ -1,0 +1,104 @@
+"""What a call would do, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefill import ops, support
+from prefill.backends import PRIORITY, refusal, resolve
+from prefill.request import PrefillRequest
+from prefill.support import Kernel
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; `print` it, or read its fields."""
+
+    backend: str | None
+    """The backend that would run; None where the call would raise NotImplementedError."""
+    reason: str
+    """Why that one, or the text of the error."""
+    rejected: dict[str, tuple[str, ...]]
+    """For each backend that cannot run the call: every reason."""
+    device: str
+    kernel: str | None
+    """The kernel variant: backend, dtype and head-dim class; None where no kernel is launched."""
+    tile: tuple[int, int] | None
+    """(query rows, keys) of one step of the kernel."""
+    num_splits: int
+    """How many parts of the keys are computed apart and merged; 1 = no split, 0 = nothing is
+    launched.
+    """
+    copies: tuple[str, ...]
+    """Tensors that pass through a copy first, with the reason."""
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend or 'none'} ({self.reason})", f"device:  {self.device}"]
+        if self.kernel is not None:
+            tile = f", tile {self.tile[0]} x {self.tile[1]}" if self.tile else ""
+            lines.append(f"kernel:  {self.kernel}{tile}, splits: {self.num_splits}")
+        lines += [f"copy:    {copy}" for copy in self.copies]
+        lines += [f"not {name}: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
+        return "\n".join(lines)
+
+
+def explain_request(request: PrefillRequest) -> Explanation:
+    """`explain` for a checked call."""
+    device = support.device_info(request.q.device)
+    rejected = {}
+    for backend in PRIORITY:
+        reasons = backend.unsupported_reasons(request, device)
+        if reasons:
+            rejected[backend.name] = tuple(reasons)
+    if request.backend in rejected:
+        text = refusal(request, device, list(rejected[request.backend]))
+        return Explanation(None, text, rejected, str(device), None, None, 0, ())
+
+    name = resolve(request, device)
+    reason = _reason(name, request)
+    if request.qo_len == 0 or request.num_qo_heads == 0 or request.kv_len == 0:
+        reason += "; an empty call, nothing is launched"
+        return Explanation(name, reason, rejected, str(device), None, None, 0, ())
+    if name == "reference":
+        return Explanation(name, reason, rejected, str(device), None, None, 1, ())
+    kernel = _kernel(name, request)
+    return Explanation(
+        name,
+        reason,
+        rejected,
+        str(device),
+        kernel.name,
+        (kernel.tile_m, kernel.tile_n),
+        1,
+        _copies(request),
+    )
+
+
+def _reason(name: str, request: PrefillRequest) -> str:
+    if request.backend != "auto":
+        return "named by the caller"
+    order = [backend.name for backend in PRIORITY]
+    passed_over = order[: order.index(name)]
+    if not passed_over:
+        return "auto: first in priority, and nothing speaks against it"
+    return f"auto: first in priority that can; {' and '.join(passed_over)} cannot"
+
+
+def _kernel(name: str, request: PrefillRequest) -> Kernel:
+    build = support.native().build
+    assert build is not None, "resolve() names a native backend only where the library is loaded"
+    kernel = support.find_kernel(
+        build,
+        name,
+        support.dtype_name(request.q.dtype),
+        request.head_dim_qk,
+        request.head_dim_vo,
+    )
+    assert kernel is not None, "resolve() names a native backend only where it has a kernel"
+    return kernel
+
+
+def _copies(request: PrefillRequest) -> tuple[str, ...]:
+    tensors = {"q": request.q, "k": request.k, "v": request.v, "out": request.out}
+    reasons = {name: ops.copy_reason(t) for name, t in tensors.items() if t is not None}
+    return tuple(f"{name}: {reason}" for name, reason in reasons.items() if reason)

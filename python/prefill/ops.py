@@ -1,0 +1,174 @@
+"""Runs a resolved request: the native op with kernel-ready tensors, or the reference.
+
+Kernels read q, k, v and write out through any outer strides, but want the last dimension dense,
+16-byte aligned rows and 16-byte aligned bases. What is not so is copied here, and `explain` says
+that it is.
+
+Two ops, one signature. `prefill::attention` is the library's. `prefill::prepared_attention` is
+Python's: it prepares the tensors, then calls the former. Eager calls run that function directly; a
+compiled graph holds it as an op, because the alignment of a tensor is known only when the graph
+runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefill import support
+from prefill.reference import reference_attention
+from prefill.request import PrefillRequest
+
+_SIGNATURE = (
+    "(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? scale_q, "
+    "Tensor? scale_k, Tensor? scale_v, int window_left, int window_right, float sm_scale, float "
+    "v_scale, float lse_scale) -> ()"
+)
+_LN_2 = math.log(2.0)
+
+_attention: Any = None
+_prepared_attention: Any = None
+_registrations: list[torch.library.Library] = []  # a registration lives as long as its Library
+
+
+def _fake_attention(*args: object) -> None:
+    """What tracing sees: `out` and `lse` are written in place, nothing is returned."""
+
+
+def register() -> None:
+    """Give the library's op a fake kernel and define the op that compiled graphs hold."""
+    global _attention, _prepared_attention
+    library: Any = torch.library.Library("prefill", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("prepared_attention" + _SIGNATURE)
+    library.impl("prepared_attention", prepare_and_launch, "CompositeExplicitAutograd")
+    torch.library.register_fake("prefill::attention", _fake_attention, lib=library)
+    torch.library.register_fake("prefill::prepared_attention", _fake_attention, lib=library)
+    _registrations.append(library)
+    _attention = torch.ops.prefill.attention.default
+    _prepared_attention = torch.ops.prefill.prepared_attention.default
+
+
+def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
+    """Compute the request on that backend; (out, lse), lse None unless asked for."""
+    if backend == "reference":
+        return reference_attention(request)
+    q = request.q
+    qo_len, kv_len, heads = request.qo_len, request.kv_len, request.num_qo_heads
+    out = request.out
+    if out is None:
+        out = torch.empty(
+            (qo_len, heads, request.head_dim_vo), dtype=request.o_dtype, device=q.device
+        )
+    lse = request.lse
+    if lse is None and request.return_lse:
+        lse = torch.empty((qo_len, heads), dtype=torch.float32, device=q.device)
+
+    if qo_len == 0 or heads == 0:
+        return out, lse
+    if kv_len == 0:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+        return out, lse
+
+    window_left = request.window_left
+    if window_left >= kv_len - 1:  # reaches the first key from the last row: bounds nothing
+        window_left = -1
+    # A subclass has no address of its own (FakeTensor), or wants to see the op (functorch,
+    # tracing).
+    direct = type(q) is Tensor and not torch.compiler.is_compiling()
+    launch = prepare_and_launch if direct else _prepared_attention
+    launch(
+        backend,
+        q,
+        request.k,
+        request.v,
+        out,
+        lse,
+        request.scale_q,
+        request.scale_k,
+        request.scale_v,
+        window_left,
+        0 if request.causal else -1,
+        request.sm_scale,
+        request.v_scale,
+        1.0 if request.lse_base == "2" else _LN_2,
+    )
+    return out, lse
+
+
+def prepare_and_launch(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale_q: Tensor | None,
+    scale_k: Tensor | None,
+    scale_v: Tensor | None,
+    window_left: int,
+    window_right: int,
+    sm_scale: float,
+    v_scale: float,
+    lse_scale: float,
+) -> None:
+    """Call `prefill::attention`, with copies of the tensors that kernels cannot address."""
+    if not is_kernel_ready(q):
+        q = q.clone(memory_format=torch.contiguous_format)
+    if not is_kernel_ready(k):
+        k = k.clone(memory_format=torch.contiguous_format)
+    if not is_kernel_ready(v):
+        v = v.clone(memory_format=torch.contiguous_format)
+    ready = is_kernel_ready(out)
+    target = out if ready else torch.empty_like(out, memory_format=torch.contiguous_format)
+    _attention(
+        backend,
+        q,
+        k,
+        v,
+        target,
+        lse,
+        scale_q,
+        scale_k,
+        scale_v,
+        window_left,
+        window_right,
+        sm_scale,
+        v_scale,
+        lse_scale,
+    )
+    if not ready:
+        out.copy_(target)
+
+
+def is_kernel_ready(tensor: Tensor) -> bool:
+    """Whether kernels can address a 16-bit [length, heads, head_dim] tensor where it lies."""
+    length, heads, _ = tensor.shape
+    outer, middle, inner = tensor.stride()
+    return (
+        inner == 1
+        and (outer % 8 == 0 or length == 1)
+        and (middle % 8 == 0 or heads == 1)
+        and tensor.data_ptr() % 16 == 0
+    )
+
+
+def copy_reason(tensor: Tensor) -> str:
+    """Why `is_kernel_ready` says no, for `explain`; "" if it says yes."""
+    if is_kernel_ready(tensor):
+        return ""
+    length, heads, _ = tensor.shape
+    outer, middle, inner = tensor.stride()
+    if inner != 1:
+        return f"the last dimension has stride {inner}, not 1"
+    if (outer % 8 and length != 1) or (middle % 8 and heads != 1):
+        return f"strides {(outer, middle)} are not multiples of 8 elements"
+    return "its address is not a multiple of 16 bytes"
+
+
+if support.native().build is not None:
+    register()
