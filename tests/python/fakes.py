@@ -1,0 +1,148 @@
+"""Devices, builds and a kernel that are not there: the native path runs on the CPU with these."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from prefill import ops, support
+from prefill.support import BuildInfo, DeviceInfo, NativeLibrary
+from torch import Tensor
+
+CLASSES = ((64, 64), (128, 128), (192, 128), (256, 256))
+DTYPES = ("float16", "bfloat16")
+
+
+def build_json(
+    archs: dict[str, list[str]] | None = None,
+    classes: tuple[tuple[int, int], ...] = CLASSES,
+    dtypes: tuple[str, ...] = DTYPES,
+    smem_bytes: int = 98304,
+) -> str:
+    if archs is None:
+        archs = {"fa2": ["80-real", "90-real", "80-virtual"], "fa3": ["90a-real"]}
+    kernels = [
+        {
+            "backend": backend,
+            "dtype": dtype,
+            "head_dim_qk": qk,
+            "head_dim_vo": vo,
+            "tile_m": 128,
+            "tile_n": 64 if qk > 128 else 128,
+            "stages": 2,
+            "threads": 128,
+            "smem_bytes": smem_bytes,
+        }
+        for backend in archs
+        for dtype in dtypes
+        for qk, vo in classes
+    ]
+    info = {"version": "0.1.0", "cuda": "13.0", "cutlass": "4.2.0", "torch_target": "2.10"}
+    return json.dumps(info | {"archs": archs, "kernels": kernels})
+
+
+def library(**kwargs: Any) -> NativeLibrary:
+    return NativeLibrary(BuildInfo.from_json(build_json(**kwargs)))
+
+
+def cuda(major: int, minor: int, smem_per_block: int = 0) -> DeviceInfo:
+    return DeviceInfo("cuda", 0, f"Fake GPU sm_{major}{minor}", (major, minor), smem_per_block)
+
+
+@dataclass
+class StubKernel:
+    """Stands in for `prefill::attention` on CPU tensors: computes what the op promises, and
+    remembers the calls.
+    """
+
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        backend: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale_q: Tensor | None,
+        scale_k: Tensor | None,
+        scale_v: Tensor | None,
+        window_left: int,
+        window_right: int,
+        sm_scale: float,
+        v_scale: float,
+        lse_scale: float,
+    ) -> None:
+        self.calls.append({name: value for name, value in locals().items() if name != "self"})
+        qo_len, heads, _ = q.shape
+        kv_len, kv_heads, _ = k.shape
+        group = heads // kv_heads
+        ones_q, ones_k = torch.ones(heads), torch.ones(kv_heads)
+        per_head_q = ones_q if scale_q is None else scale_q
+        per_head_k = (ones_k if scale_k is None else scale_k).repeat_interleave(group)
+        per_head_v = (ones_k if scale_v is None else scale_v).repeat_interleave(group)
+        keys = k.double().repeat_interleave(group, 1)
+        values = v.double().repeat_interleave(group, 1)
+        logits = torch.einsum("ihd,jhd->hij", q.double(), keys) * sm_scale
+        logits = logits * (per_head_q * per_head_k).double()[:, None, None]
+        position = torch.arange(qo_len)[:, None] + kv_len - qo_len
+        key = torch.arange(kv_len)[None, :]
+        seen = torch.ones(qo_len, kv_len, dtype=torch.bool)
+        if window_left >= 0:
+            seen &= key >= position - window_left
+        if window_right >= 0:
+            seen &= key <= position + window_right
+        logits = logits.masked_fill(~seen, -math.inf)
+        weights = torch.nan_to_num(torch.softmax(logits, -1))
+        result = torch.einsum("hij,jhd->ihd", weights, values)
+        out.copy_(result * per_head_v[:, None].double() * v_scale)
+        if lse is not None:
+            base_2 = torch.logsumexp(logits, -1).t() / math.log(2.0)
+            lse.copy_(base_2 * lse_scale)
+
+
+_current = StubKernel()
+_libraries: list[torch.library.Library] = []
+
+
+def _dispatch(*args: Any) -> None:
+    _current(*args)
+
+
+def stub_kernel() -> StubKernel:
+    """A fresh stub behind `prefill::attention` for CPU tensors. Its registration stays for the
+    process.
+    """
+    global _current
+    _current = StubKernel()
+    if not _libraries:
+        fragment = torch.library.Library("prefill", "FRAGMENT")
+        if not hasattr(torch.ops.prefill, "attention"):
+            fragment.define("attention" + ops._SIGNATURE)
+        fragment.impl("attention", _dispatch, "CPU")
+        _libraries.append(fragment)
+        if ops._attention is None:
+            ops.register()
+    return _current
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    device: DeviceInfo | None = None,
+    native: NativeLibrary | None = None,
+) -> StubKernel:
+    """Take CPU tensors for tensors on `device`, and the full build for the one that is loaded."""
+    chosen = cuda(9, 0) if device is None else device
+
+    @torch.compiler.assume_constant_result
+    def device_info(_: torch.device) -> DeviceInfo:
+        return chosen
+
+    monkeypatch.setattr(support, "device_info", device_info)
+    monkeypatch.setattr(support, "_native", library() if native is None else native)
+    return stub_kernel()

@@ -1,0 +1,347 @@
+"""Which backend answers, on devices and builds that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import prefill
+import pytest
+import torch
+from fakes import cuda, library, pretend
+from prefill import support
+from prefill.backends import PRIORITY, resolve
+from prefill.request import PrefillRequest, make_request
+from prefill.support import BuildInfo, DeviceInfo, NativeLibrary, arch_runs_on
+
+CPU = DeviceInfo("cpu")
+H100 = cuda(9, 0)
+
+
+def request(
+    head_dim_qk: int = 64,
+    head_dim_vo: int | None = None,
+    dtype: torch.dtype = torch.float16,
+    **kwargs: Any,
+) -> PrefillRequest:
+    vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+    shapes = ((2, 4, head_dim_qk), (3, 2, head_dim_qk), (3, 2, vo))
+    return make_request(*(torch.zeros(shape).to(dtype) for shape in shapes), **kwargs)
+
+
+@pytest.fixture
+def full_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_native", library())
+
+
+def reasons(name: str, call: PrefillRequest, device: DeviceInfo) -> list[str]:
+    return {b.name: b for b in PRIORITY}[name].unsupported_reasons(call, device)
+
+
+@pytest.mark.usefixtures("full_build")
+@pytest.mark.parametrize(
+    ("capability", "chosen", "fa2", "fa3"),
+    [
+        ((7, 5), "reference", False, False),
+        ((8, 0), "fa2", True, False),
+        ((8, 6), "fa2", True, False),
+        ((8, 9), "fa2", True, False),
+        ((9, 0), "fa3", True, True),
+        ((10, 0), "fa2", True, False),
+        ((12, 0), "fa2", True, False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_auto_by_device(
+    capability: tuple[int, int], chosen: str, fa2: bool, fa3: bool, dtype: torch.dtype
+) -> None:
+    device = cuda(*capability)
+    assert resolve(request(dtype=dtype), device) == chosen
+    for name, able in (("fa2", fa2), ("fa3", fa3), ("reference", True)):
+        forced = request(dtype=dtype, backend=name)
+        if able:
+            assert resolve(forced, device) == name
+            continue
+        with pytest.raises(NotImplementedError) as caught:
+            resolve(forced, device)
+        text = str(caught.value)
+        assert f"backend={name!r} cannot run this call" in text
+        assert f"compute capability {capability[0]}.{capability[1]}" in text
+        assert "backend='reference'" in text
+        assert f"backend='auto' takes {chosen!r}" in text
+
+
+@pytest.mark.parametrize(
+    ("arch", "runs_on"),
+    [
+        ("80-real", {(8, 0), (8, 6), (8, 9)}),
+        ("86-real", {(8, 6), (8, 9)}),
+        ("90-real", {(9, 0)}),
+        ("90a-real", {(9, 0)}),
+        ("80-virtual", {(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)}),
+        ("90-virtual", {(9, 0), (10, 0), (12, 0)}),
+        ("80", {(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)}),
+        ("100f-real", {(10, 0)}),
+        ("120-real", {(12, 0)}),
+    ],
+)
+def test_arch_runs_on(arch: str, runs_on: set[tuple[int, int]]) -> None:
+    devices = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+    assert {device for device in devices if arch_runs_on(arch, device)} == runs_on
+
+
+@pytest.mark.usefixtures("full_build")
+def test_cpu_takes_the_reference() -> None:
+    assert resolve(request(), CPU) == "reference"
+    with pytest.raises(
+        NotImplementedError, match=r"on cpu; fa2 needs a CUDA.*backend='reference' can"
+    ):
+        resolve(request(backend="fa2"), CPU)
+
+
+LACKING: dict[str, tuple[dict[str, Any], str]] = {
+    "mask": ({"custom_mask": torch.ones(2, 3, dtype=torch.bool)}, "custom masks"),
+    "packed": ({"packed_custom_mask": torch.ones(1, dtype=torch.uint8)}, "custom masks"),
+    "cap": ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+    "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode='ROPE_LLAMA'"),
+    "alibi": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode='ALIBI'"),
+    "fp16 reduction": ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction"),
+    "sinks": ({"sinks": torch.zeros(4)}, "sinks"),
+    "o_dtype": ({"o_dtype": torch.float32}, "o_dtype=torch.float32"),
+    "fp8": ({"dtype": torch.float8_e4m3fn}, "float8"),
+}
+
+
+@pytest.mark.usefixtures("full_build")
+@pytest.mark.parametrize("name", LACKING)
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_what_the_kernels_lack_goes_to_the_reference(name: str, backend: str) -> None:
+    changes, text = LACKING[name]
+    assert resolve(request(**changes), H100) == "reference"
+    [reason] = reasons(backend, request(**changes), H100)
+    assert text in reason
+    with pytest.raises(NotImplementedError, match="backend='reference' can"):
+        resolve(request(**changes, backend=backend), H100)
+
+
+@pytest.mark.usefixtures("full_build")
+def test_all_reasons_are_given_at_once() -> None:
+    call = request(logits_soft_cap=1.0, sinks=torch.zeros(4), backend="fa3")
+    found = reasons("fa3", call, cuda(8, 0))
+    assert len(found) == 3
+    with pytest.raises(NotImplementedError) as caught:
+        resolve(call, cuda(8, 0))
+    for reason in found:
+        assert reason in str(caught.value)
+
+
+@pytest.mark.usefixtures("full_build")
+def test_what_the_kernels_take() -> None:
+    call = request(
+        causal=True,
+        window_left=1,
+        sm_scale=-1.0,
+        scale_q=torch.ones(4),
+        scale_k=2.0,
+        v_scale=torch.ones(()),
+        return_lse=True,
+        lse_base="e",
+        backend="fa3",
+    )
+    assert resolve(call, H100) == "fa3"
+
+
+@pytest.mark.usefixtures("full_build")
+@pytest.mark.parametrize(
+    ("heads", "kernel"),
+    [
+        ((8, 8), "64x64"),
+        ((64, 64), "64x64"),
+        ((72, 64), "128x128"),
+        ((64, 128), "128x128"),
+        ((128, 64), "128x128"),
+        ((136, 8), "192x128"),
+        ((192, 128), "192x128"),
+        ((192, 136), "256x256"),
+        ((200, 8), "256x256"),
+        ((8, 256), "256x256"),
+        ((256, 256), "256x256"),
+    ],
+)
+def test_head_dims_take_the_smallest_class(heads: tuple[int, int], kernel: str) -> None:
+    assert resolve(request(*heads), H100) == "fa3"
+    found = support.find_kernel(support.native().build or BuildInfo(), "fa2", "float16", *heads)
+    assert found is not None
+    assert found.name == f"fa2_float16_{kernel}"
+
+
+def test_trimmed_head_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_native", library(classes=((64, 64), (192, 128))))
+    assert resolve(request(128), H100) == "fa3"
+    [reason] = reasons("fa3", request(256), H100)
+    assert "head_dim_qk=256 with head_dim_vo=256" in reason
+    assert "not in this build" in reason or "build of fa3, which has 64/64, 192/128" in reason
+
+
+def test_trimmed_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_native", library(dtypes=("bfloat16",)))
+    assert resolve(request(dtype=torch.bfloat16), H100) == "fa3"
+    assert resolve(request(), H100) == "reference"
+    [reason] = reasons("fa2", request(), H100)
+    assert reason == "float16 is not in this build of fa2, which has bfloat16"
+
+
+def test_trimmed_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_native", library(archs={"fa2": ["80-real"]}))
+    [reason] = reasons("fa3", request(), H100)
+    assert reason == "fa3 is not in this build, which has fa2"
+    [reason] = reasons("fa2", request(), H100)
+    assert reason == "the device has compute capability 9.0; this build's fa2 is for 80-real"
+    assert resolve(request(), H100) == "reference"
+    assert resolve(request(), cuda(8, 6)) == "fa2"
+
+
+def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_native", library(smem_bytes=131072))
+    assert resolve(request(), cuda(8, 0, 166912)) == "fa2"
+    [reason] = reasons("fa2", request(), cuda(8, 6, 101376))
+    assert "131072 bytes of shared memory" in reason
+    assert "101376" in reason
+
+
+def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_native", NativeLibrary(None, support.NO_LIBRARY))
+    assert resolve(request(), H100) == "reference"
+    with pytest.raises(NotImplementedError, match=r"no compiled kernels.*PREFILL_KERNELS=ON.*nvcc"):
+        resolve(request(backend="fa2"), H100)
+
+
+def test_unloadable_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / support.LIBRARY_NAME).write_bytes(b"not a library")
+    monkeypatch.setattr(support.importlib.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(support.torch.ops, "prefill", object())
+    found = support.load_native()
+    assert found.build is None
+    assert "do not load with torch" in found.missing
+
+
+def test_too_long_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_native", library())
+    k = torch.empty(1, 1, 8, dtype=torch.float16).expand(1 << 30, 1, 8)
+    call = make_request(torch.zeros(1, 1, 8, dtype=torch.float16), k, k)
+    [reason] = reasons("fa2", call, H100)
+    assert "2^30" in reason
+
+
+def test_explain_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, cuda(9, 0))
+    q = torch.randn(2, 4, 80).half()
+    kv = torch.randn(3, 2, 80).half()
+    told = prefill.explain(q, kv, kv, causal=True)
+    assert told.backend == "fa3"
+    assert told.kernel == "fa3_float16_128x128"
+    assert told.tile == (128, 128)
+    assert told.num_splits == 1
+    assert told.copies == ()
+    assert told.rejected == {}
+    assert "first in priority" in told.reason
+    assert "Fake GPU sm_90" in told.device
+    text = str(told)
+    assert "backend: fa3" in text
+    assert "tile 128 x 128, splits: 1" in text
+
+    told = prefill.explain(q, kv, kv, backend="fa2")
+    assert told.backend == "fa2"
+    assert told.reason == "named by the caller"
+    assert told.kernel == "fa2_float16_128x128"
+
+
+def test_explain_tells_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    q = torch.randn(64, 4, 2).half().transpose(0, 2)
+    k = torch.randn(3, 2, 65).half()[..., :64]
+    v = torch.randn(3 * 2 * 64 + 1).half()[1:].view(3, 2, 64)
+    out = torch.empty(2, 4, 68).half()[..., :64]
+    told = prefill.explain(q, k, v, out=out)
+    assert told.copies == (
+        "q: the last dimension has stride 8, not 1",
+        "k: strides (130, 65) are not multiples of 8 elements",
+        "v: its address is not a multiple of 16 bytes",
+        "out: strides (272, 68) are not multiples of 8 elements",
+    )
+    assert "copy:    q: the last dimension has stride 8" in str(told)
+
+
+def test_explain_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = pretend(monkeypatch, cuda(8, 6))
+    q = torch.randn(2, 4, 64).half()
+    told = prefill.explain(q, q, q)
+    assert told.backend == "fa2"
+    assert told.reason == "auto: first in priority that can; fa3 cannot"
+    assert "compute capability 8.6" in told.rejected["fa3"][0]
+
+    told = prefill.explain(q, q, q, logits_soft_cap=20.0)
+    assert told.backend == "reference"
+    assert told.kernel is None
+    assert [len(r) for r in told.rejected.values()] == [2, 1]
+
+    told = prefill.explain(q, q, q, backend="fa3")
+    assert told.backend is None
+    assert "backend='auto' takes 'fa2'" in told.reason
+    assert "backend: none" in str(told)
+
+    told = prefill.explain(q[:0], q, q)
+    assert told.backend == "fa2"
+    assert told.num_splits == 0
+    assert "nothing is launched" in told.reason
+    assert stub.calls == []
+
+
+def test_explain_and_the_call_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in (cuda(8, 0), cuda(9, 0)):
+        stub = pretend(monkeypatch, device)
+        q = torch.randn(2, 4, 64).half()
+        prefill.single_prefill_with_kv_cache(q, q, q)
+        assert [c["backend"] for c in stub.calls] == [prefill.explain(q, q, q).backend]
+
+
+def test_priority_and_table() -> None:
+    import prefill.backends
+
+    assert [b.name for b in PRIORITY] == ["fa3", "fa2", "reference"]
+    documented = [
+        line.split("|")[2].strip()
+        for line in (prefill.backends.__doc__ or "").splitlines()
+        if line[:3] in ("| 1", "| 2", "| 3")
+    ]
+    assert documented == [b.name for b in PRIORITY]
+
+
+def test_build_info_ignores_what_it_does_not_know() -> None:
+    build = BuildInfo.from_json(
+        '{"version": "9", "archs": {"fa2": ["80-real"]}, "new": 1, "kernels": [{"backend": "fa2", '
+        '"dtype": "float16", "head_dim_qk": 64, "head_dim_vo": 64, "colour": "red"}]}'
+    )
+    assert build.kernels[0].name == "fa2_float16_64x64"
+    assert build.cuda == ""
+
+
+def test_device_facts_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Properties:
+        name, major, minor, shared_memory_per_block_optin = "Fake", 9, 0, 232448
+
+    def properties(device: torch.device) -> type[Properties]:
+        asked.append(device)
+        return Properties
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    support._device_info.cache_clear()
+    try:
+        for _ in range(3):
+            info = support.device_info(torch.device("cuda", 1))
+        assert info == DeviceInfo("cuda", 1, "Fake", (9, 0), 232448)
+        assert asked == [torch.device("cuda", 1)]
+        assert support.device_info(torch.device("cpu")) == CPU
+    finally:
+        support._device_info.cache_clear()

@@ -1,0 +1,245 @@
+"""What reaches the native op: views, copies, folded scales, bounds; and the empty calls that never
+do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import prefill
+import pytest
+import torch
+from fakes import StubKernel, pretend
+from torch import Tensor
+
+QO, KV, HQ, HK, D = 5, 9, 4, 2, 64
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubKernel:
+    return pretend(monkeypatch)
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(shape).half()
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+    return prefill.single_prefill_with_kv_cache(q, k, v, **kwargs)
+
+
+def only_call(stub: StubKernel) -> dict[str, Any]:
+    [call] = stub.calls
+    return call
+
+
+def check(result: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> None:
+    """The whole way through the stub agrees with the reference."""
+    kwargs.pop("out", None), kwargs.pop("lse", None)
+    expected = run(q, k, v, **kwargs, backend="reference")
+    if not isinstance(result, tuple):
+        result, expected = (result,), (expected,)
+    for one, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
+
+
+def test_contiguous_tensors_go_as_they_are(stub: StubKernel) -> None:
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, 32)
+    out = run(q, k, v)
+    call = only_call(stub)
+    assert call["q"].data_ptr() == q.data_ptr()
+    assert call["k"].data_ptr() == k.data_ptr()
+    assert call["v"].data_ptr() == v.data_ptr()
+    assert call["out"].data_ptr() == out.data_ptr()
+    assert call["lse"] is None
+    assert call["backend"] == "fa3"
+    assert (call["window_left"], call["window_right"]) == (-1, -1)
+    assert call["sm_scale"] == D**-0.5
+    assert (call["v_scale"], call["lse_scale"]) == (1.0, 1.0)
+    assert out.is_contiguous()
+    assert out.shape == (QO, HQ, 32)
+    check(out, q, k, v)
+
+
+def test_hnd_and_slices_are_views(stub: StubKernel) -> None:
+    fused = half(QO, HQ + 2 * HK, D)
+    q, k, v = fused.split([HQ, HK, HK], 1)
+    check(run(q, k, v), q, k, v)
+    assert only_call(stub)["k"].data_ptr() == k.data_ptr()
+    assert only_call(stub)["k"].stride() == k.stride()
+    stub.calls.clear()
+    cache = half(2, HK, 100, D)
+    k, v = cache[0, :, 3 : 3 + KV], cache[1, :, 3 : 3 + KV]
+    q = half(QO, HQ, D)
+    check(run(q, k, v, kv_layout="HND"), q, k, v, kv_layout="HND")
+    assert only_call(stub)["k"].data_ptr() == k.data_ptr()
+    assert only_call(stub)["k"].stride() == (D, 100 * D, 1)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_what_kernels_cannot_address_is_copied(stub: StubKernel, which: str) -> None:
+    shape = {"q": (QO, HQ, D), "k": (KV, HK, D), "v": (KV, HK, D)}[which]
+    odd = {
+        "last stride 2": half(*shape[:2], 2 * D)[..., ::2],
+        "outer stride": half(*shape[:2], D + 1)[..., :D],
+        "token stride": torch.as_strided(half(10000), shape, (shape[1] * D + 4, D, 1)),
+        "address": half(math.prod(shape) + 1)[1:].view(shape),
+        "transposed": half(D, *shape[:2]).permute(1, 2, 0),
+    }
+    for name, tensor in odd.items():
+        stub.calls.clear()
+        call = {"q": half(QO, HQ, D), "k": half(KV, HK, D), "v": half(KV, HK, D)} | {which: tensor}
+        check(run(**call), **call)
+        sent = only_call(stub)[which]
+        assert sent.data_ptr() != tensor.data_ptr(), name
+        assert sent.is_contiguous(), name
+        assert sent.data_ptr() % 16 == 0, name
+        assert torch.equal(sent, tensor), name
+
+
+def test_strides_of_size_1_dims_do_not_matter(stub: StubKernel) -> None:
+    q = torch.as_strided(half(HQ * D), (1, HQ, D), (1, D, 1))
+    k = torch.as_strided(half(KV * D), (KV, 1, D), (D, 3, 1))
+    v = torch.as_strided(half(KV * D), (KV, 1, D), (D, 0, 1))
+    check(run(q, k, v), q, k, v)
+    call = only_call(stub)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        assert call[name].data_ptr() == tensor.data_ptr()
+        assert call[name].stride() == tensor.stride()
+
+
+def test_broadcast_heads_are_views(stub: StubKernel) -> None:
+    k = half(KV, 1, D).expand(KV, HQ, D)
+    q = half(QO, HQ, D)
+    check(run(q, k, k), q, k, k)
+    assert only_call(stub)["k"].stride() == (D, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "bounds"),
+    [
+        ({}, (-1, -1)),
+        ({"causal": True}, (-1, 0)),
+        ({"window_left": 0}, (0, -1)),
+        ({"window_left": 3, "causal": True}, (3, 0)),
+        ({"window_left": -5}, (-1, -1)),
+        ({"window_left": KV - 2}, (KV - 2, -1)),
+        ({"window_left": KV - 1}, (-1, -1)),
+        ({"window_left": 1 << 40}, (-1, -1)),
+    ],
+)
+@pytest.mark.parametrize("qo_len", [1, 5, 9, 12])
+def test_bounds(stub: StubKernel, kwargs: Any, bounds: tuple[int, int], qo_len: int) -> None:
+    q, k, v = half(qo_len, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    check(run(q, k, v, **kwargs, return_lse=True), q, k, v, **kwargs, return_lse=True)
+    call = only_call(stub)
+    assert (call["window_left"], call["window_right"]) == bounds
+
+
+def test_scales_reach_the_op(stub: StubKernel) -> None:
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    kwargs: dict[str, Any] = {
+        "scale_q": torch.rand(HQ) + 0.5,
+        "scale_k": torch.rand(HK) + 0.5,
+        "k_scale": torch.tensor(0.75),
+        "scale_v": torch.tensor([1.5]),
+        "v_scale": 2.0,
+        "sm_scale": 0.1,
+        "return_lse": True,
+    }
+    check(run(q, k, v, **kwargs), q, k, v, **kwargs)
+    call = only_call(stub)
+    assert call["sm_scale"] == 0.1
+    assert call["v_scale"] == 2.0
+    assert torch.equal(call["scale_q"], kwargs["scale_q"])
+    torch.testing.assert_close(call["scale_k"], kwargs["scale_k"] * 0.75)
+    assert call["scale_v"].tolist() == [1.5, 1.5]
+
+    stub.calls.clear()
+    kwargs = {"scale_q": 2.0, "scale_k": 3.0, "k_scale": 0.5, "scale_v": 4.0, "sm_scale": 0.1}
+    check(run(q, k, v, **kwargs), q, k, v, **kwargs)
+    call = only_call(stub)
+    assert call["sm_scale"] == pytest.approx(0.3)
+    assert call["v_scale"] == 4.0
+    assert call["scale_q"] is None
+
+
+def test_each_scale_alone(stub: StubKernel) -> None:
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    plain = run(q, k, v, return_lse=True)
+    for name, heads in (("scale_q", HQ), ("scale_k", HK), ("scale_v", HK)):
+        for scale in (3.0, torch.tensor(3.0), torch.arange(1.0, heads + 1)):
+            kwargs = {name: scale, "return_lse": True}
+            result = run(q, k, v, **kwargs)
+            check(result, q, k, v, **kwargs)
+            assert not torch.equal(result[0], plain[0])
+            assert torch.equal(result[1], plain[1]) == (name == "scale_v")
+
+
+def test_lse_base(stub: StubKernel) -> None:
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    _, base_2 = run(q, k, v, return_lse=True)
+    _, base_e = run(q, k, v, return_lse=True, lse_base="e")
+    assert [c["lse_scale"] for c in stub.calls] == [1.0, math.log(2.0)]
+    torch.testing.assert_close(base_e, base_2 * math.log(2.0))
+    check((run(q, k, v), base_e), q, k, v, return_lse=True, lse_base="e")
+
+
+def test_given_results(stub: StubKernel) -> None:
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    cases = {
+        "contiguous": (half(QO, HQ, D), True),
+        "wide": (half(QO, HQ, D + 8)[..., :D], True),
+        "transposed": (half(HQ, QO, D).transpose(0, 1), True),
+        "odd": (half(QO, HQ, D + 1)[..., :D], False),
+        "address": (half(QO * HQ * D + 1)[1:].view(QO, HQ, D), False),
+        "last stride": (half(QO, HQ, 2 * D)[..., ::2], False),
+    }
+    for name, (out, direct) in cases.items():
+        stub.calls.clear()
+        lse = torch.empty(HQ, QO).t()
+        result = run(q, k, v, out=out, lse=lse, return_lse=True)
+        assert result[0] is out, name
+        assert result[1] is lse, name
+        assert (only_call(stub)["out"].data_ptr() == out.data_ptr()) == direct, name
+        assert only_call(stub)["lse"].data_ptr() == lse.data_ptr()
+        check(result, q, k, v, return_lse=True)
+
+
+@pytest.mark.parametrize("base", ["2", "e"])
+def test_no_keys(stub: StubKernel, base: str) -> None:
+    q, kv = half(QO, HQ, D), half(0, HK, D)
+    out, lse = run(q, kv, kv, return_lse=True, causal=True, lse_base=base)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    given = torch.full((QO, HQ, D), math.nan, dtype=torch.float16)
+    assert run(q, kv, kv, out=given) is given
+    assert (given == 0).all()
+    assert stub.calls == []
+
+
+def test_no_rows_or_heads(stub: StubKernel) -> None:
+    out, lse = run(half(0, HQ, D), half(KV, HK, D), half(KV, HK, 32), return_lse=True)
+    assert out.shape == (0, HQ, 32)
+    assert lse.shape == (0, HQ)
+    out, lse = run(half(QO, 0, D), half(KV, HK, D), half(KV, HK, 32), return_lse=True)
+    assert out.shape == (QO, 0, 32)
+    out, lse = run(half(QO, 0, D), half(KV, 0, D), half(KV, 0, 32), return_lse=True)
+    assert lse.shape == (QO, 0)
+    assert stub.calls == []
+
+
+def test_forced_backend_is_the_one_called(stub: StubKernel) -> None:
+    q = half(QO, HQ, D)
+    for backend in ("fa2", "fa3"):
+        run(q, q, q, backend=backend)
+    run(q, q, q, backend="reference")
+    assert [c["backend"] for c in stub.calls] == ["fa2", "fa3"]
+
+
+def test_parameters_of_a_module(stub: StubKernel) -> None:
+    q = torch.nn.Parameter(half(QO, HQ, D))
+    with torch.no_grad():
+        check(run(q, q, q), q, q, q)
+    assert len(stub.calls) == 1
