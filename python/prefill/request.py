@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -197,6 +198,9 @@ def make_request(
         raise errors.bad_head_dim("head_dim_qk", head_dim_qk, "q and k")
     if head_dim_vo % 8 or not 0 < head_dim_vo <= MAX_HEAD_DIM:
         raise errors.bad_head_dim("head_dim_vo", head_dim_vo, "v")
+    # The kernel depends on them, so a compiled graph is for these head dims even with dynamic shapes.
+    head_dim_qk = index(head_dim_qk)
+    head_dim_vo = index(head_dim_vo)
     if num_qo_heads % num_kv_heads if num_kv_heads else num_qo_heads:
         raise errors.bad_group(num_qo_heads, num_kv_heads)
 

@@ -1,11 +1,8 @@
-"""What every test shares: helpers beside the tests can be imported, warnings that are said once
-start afresh.
-"""
+"""What every test shares: helper modules beside the tests, and a fresh start."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from prefill import request
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "_warned_causal_with_mask", False)
     torch.manual_seed(0)
-    yield

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from prefill import ops, support
 from prefill.support import BuildInfo, DeviceInfo, NativeLibrary
-from torch import Tensor
 
 CLASSES = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = ("float16", "bfloat16")
@@ -55,9 +56,7 @@ def cuda(major: int, minor: int, smem_per_block: int = 0) -> DeviceInfo:
 
 @dataclass
 class StubKernel:
-    """Stands in for `prefill::attention` on CPU tensors: computes what the op promises, and
-    remembers the calls.
-    """
+    """`prefill::attention` for CPU tensors: computes what the op promises, keeps the calls."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -115,9 +114,7 @@ def _dispatch(*args: Any) -> None:
 
 
 def stub_kernel() -> StubKernel:
-    """A fresh stub behind `prefill::attention` for CPU tensors. Its registration stays for the
-    process.
-    """
+    """Put a fresh stub behind `prefill::attention`; the registration stays for the process."""
     global _current
     _current = StubKernel()
     if not _libraries:

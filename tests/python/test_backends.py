@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import prefill
 import pytest
 import torch
+
+import prefill
 from fakes import cuda, library, pretend
 from prefill import support
 from prefill.backends import PRIORITY, resolve

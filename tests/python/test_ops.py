@@ -1,17 +1,16 @@
-"""What reaches the native op: views, copies, folded scales, bounds; and the empty calls that never
-do.
-"""
+"""What reaches the native op, and the empty calls that never do."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import prefill
 import pytest
 import torch
-from fakes import StubKernel, pretend
 from torch import Tensor
+
+import prefill
+from fakes import StubKernel, pretend
 
 QO, KV, HQ, HK, D = 5, 9, 4, 2, 64
 

@@ -1,6 +1,4 @@
-"""Every refusal: its type, and that its text has the value given, what is allowed and what to
-do.
-"""
+"""Every refusal: its type, and a text with the value given, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -9,9 +7,10 @@ import warnings
 from typing import Any
 
 import numpy as np
-import prefill
 import pytest
 import torch
+
+import prefill
 from prefill.request import make_request
 
 QO, KV, HQ, HK, DQK, DVO = 5, 9, 8, 2, 64, 32
@@ -327,9 +326,9 @@ def test_positional_order_is_the_documents() -> None:
     assert (request.rope_scale, request.rope_theta) == (2.0, 1e5)
     assert request.backend == "reference"
     assert request.return_lse
+    too_many = [None] * 17 + [1.0]
     with pytest.raises(TypeError, match="positional"):
-        prefill.single_prefill_with_kv_cache(*t.values(), *[None] * 17, 1.0)  # type:
-        ignore[call - overload]
+        prefill.single_prefill_with_kv_cache(*t.values(), *too_many)
 
 
 def test_defaults() -> None:
