@@ -2,8 +2,9 @@
 # that C++ reads. All generated files lie in the build directory and change only when their content
 # does.
 #
-# prefill_kernel_family(<backend> ARCHS ... DTYPES ... HEAD_DIMS ...)
-#   one .cu with the explicit instantiations of each (backend, dtype, head-dim class)
+# prefill_kernel_family(<backend> ARCHS ... DTYPES ... HEAD_DIMS ... [EXTENDED_MMA ...])
+#   one .cu with the explicit instantiations of each (backend, dtype, head-dim class); EXTENDED_MMA
+#   names the classes whose tiles need CuTe's rarer WGMMA shapes, a header that costs a minute
 # prefill_write_kernel_table()
 #   kernel_table.inc (a PREFILL_KERNEL row each) and build_info.inc; call it after the last family
 
@@ -65,7 +66,7 @@ function(prefill_trim output option)
 endfunction()
 
 function(prefill_kernel_family backend)
-  cmake_parse_arguments(PARSE_ARGV 1 family "" "" "ARCHS;DTYPES;HEAD_DIMS")
+  cmake_parse_arguments(PARSE_ARGV 1 family "" "" "ARCHS;DTYPES;HEAD_DIMS;EXTENDED_MMA")
   set(PREFILL_KNOWN_DTYPES ${PREFILL_KNOWN_DTYPES} ${family_DTYPES} PARENT_SCOPE)
   set(PREFILL_KNOWN_HEAD_DIMS ${PREFILL_KNOWN_HEAD_DIMS} ${family_HEAD_DIMS} PARENT_SCOPE)
 
@@ -97,6 +98,10 @@ template cudaError_t launch<@types@>(const PrefillParams&, cudaStream_t);
 
 }  // namespace prefill::@backend@
 ]])
+      if(dims IN_LIST family_EXTENDED_MMA)
+        set_source_files_properties(${source} PROPERTIES
+          COMPILE_DEFINITIONS CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+      endif()
       list(APPEND sources ${source})
       string(APPEND rows "PREFILL_KERNEL(${backend}, ${dtype}, ${qk}, ${vo})\n")
     endforeach()

@@ -15,4 +15,5 @@ prefill_kernel_family(
   fa3
   ARCHS 90a-real
   DTYPES float16 bfloat16
-  HEAD_DIMS 64x64 128x128 192x128 256x256)
+  HEAD_DIMS 64x64 128x128 192x128 256x256
+  EXTENDED_MMA 256x256)

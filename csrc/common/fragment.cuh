@@ -1,0 +1,101 @@
+// Register fragments of mma.sync and WGMMA seen in the same way. Both give a thread pairs of
+// neighbouring columns in rows r and r + 8; only the nesting of the modes differs.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/numeric_conversion.h>
+#include <cutlass/numeric_types.h>
+
+#include "common/kernel_key.h"
+
+namespace prefill {
+
+template <DType kDType>
+struct ElementOf;
+template <>
+struct ElementOf<DType::float16> {
+  using type = cutlass::half_t;
+};
+template <>
+struct ElementOf<DType::bfloat16> {
+  using type = cutlass::bfloat16_t;
+};
+template <DType kDType>
+using Element = typename ElementOf<kDType>::type;
+
+// Accumulator layout as (rows, columns):
+//   mma.sync  ((2, 2), MMA_M, MMA_N)        -> ((2, MMA_M), (2, MMA_N))
+//   WGMMA     ((2, 2, N/8), MMA_M, MMA_N)   -> ((2, MMA_M), (2, N/8, MMA_N))
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto row_column_layout(Layout const& layout) {
+  using namespace cute;
+  static_assert(decltype(rank(layout))::value == 3);
+  auto value = get<0>(layout);
+  if constexpr (decltype(rank(value))::value == 2) {
+    return make_layout(make_layout(get<1>(value), get<1>(layout)),
+                       make_layout(get<0>(value), get<2>(layout)));
+  } else {
+    return make_layout(make_layout(get<1>(value), get<1>(layout)),
+                       make_layout(get<0>(value), get<2>(value), get<2>(layout)));
+  }
+}
+
+template <class Fragment>
+CUTE_DEVICE auto row_column_view(Fragment& accumulators) {
+  return cute::make_tensor(accumulators.data(), row_column_layout(accumulators.layout()));
+}
+
+// The accumulators of one product as the A operand of the next, K being the columns:
+//   mma.sync  ((2, 2), MMA_M, MMA_N)        -> ((2, 2, 2), MMA_M, MMA_N/2)
+//   WGMMA     ((2, 2, N/8), MMA_M, MMA_N)   -> ((2, 2, 2), MMA_M, (N/16, MMA_N))
+template <class Layout>
+CUTE_HOST_DEVICE constexpr auto operand_a_layout(Layout const& layout) {
+  using namespace cute;
+  auto value = get<0>(layout);
+  if constexpr (decltype(rank(value))::value == 2) {
+    auto columns = logical_divide(get<2>(layout), _2{});  // (2, MMA_N/2)
+    return make_layout(make_layout(get<0>(value), get<1>(value), get<0>(columns)), get<1>(layout),
+                       get<1>(columns));
+  } else {
+    auto columns = logical_divide(get<2>(value), _2{});  // (2, N/16)
+    return make_layout(make_layout(get<0>(value), get<1>(value), get<0>(columns)), get<1>(layout),
+                       make_layout(get<1>(columns), get<2>(layout)));
+  }
+}
+
+// Rounds fp32 registers to a 16-bit type, element by element in register order.
+template <class Target, class Source, class Destination>
+CUTE_DEVICE void convert_fragment(Source const& source, Destination& destination) {
+  constexpr int kSize = decltype(cute::size(source))::value;
+  static_assert(kSize == decltype(cute::size(destination))::value);
+  cutlass::NumericArrayConverter<Target, float, kSize> convert;
+  auto const& from = *reinterpret_cast<cutlass::Array<float, kSize> const*>(source.data());
+  *reinterpret_cast<cutlass::Array<Target, kSize>*>(destination.data()) = convert(from);
+}
+
+// Sets scores outside the band to -inf. `coordinates` gives each element's (row, column) within the
+// tile; rows past qo_len take the last row's bounds.
+template <class Scores, class Coordinates, class Mask>
+CUTE_DEVICE void apply_mask(Scores& scores, Coordinates const& coordinates, Mask const& mask,
+                            int first_row, int first_key) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const int row = min(first_row + static_cast<int>(get<0>(coordinates(r, _0{}))), mask.qo_len - 1);
+    const int begin = mask.row_begin(row) - first_key;
+    const unsigned count = max(mask.row_end(row) - first_key - begin, 0);
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      const int column = get<1>(coordinates(r, c));
+      scores(r, c) = static_cast<unsigned>(column - begin) < count ? scores(r, c) : -INFINITY;
+    }
+  }
+}
+
+template <class Scores>
+CUTE_DEVICE void scale_scores(Scores& scores, float factor) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(scores); ++i) scores(i) *= factor;
+}
+
+}  // namespace prefill

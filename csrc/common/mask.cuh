@@ -1,0 +1,62 @@
+// Which keys a query row sees, and which KV tiles a tile of rows needs. Shared by all kernels, and
+// brute-forced against naive loops on the host.
+#pragma once
+
+#include "common/host_device.h"
+#include "common/params.h"
+
+namespace prefill {
+
+// KV tiles [begin, end) hold every key that a tile of rows sees. Keys [full_begin, full_end) are
+// seen by all of its rows, so a KV tile within them needs no masking.
+struct KvTileRange {
+  int begin;
+  int end;
+  int full_begin;
+  int full_end;
+
+  PREFILL_HOST_DEVICE bool empty() const { return begin >= end; }
+
+  template <int kTileN>
+  PREFILL_HOST_DEVICE bool needs_mask(int tile) const {
+    return tile * kTileN < full_begin || (tile + 1) * kTileN > full_end;
+  }
+};
+
+// A band around the diagonal that is aligned to the bottom right corner: full, causal and window
+// attention are all of this kind. Rows that the caller passes lie in [0, qo_len).
+struct BandMask {
+  int qo_len;
+  int kv_len;
+  int window_left;   // non-negative; qo_len + kv_len bounds nothing
+  int window_right;  // likewise
+
+  PREFILL_HOST_DEVICE static BandMask of(const PrefillParams& params) {
+    return {params.qo_len, params.kv_len, params.window_left, params.window_right};
+  }
+
+  PREFILL_HOST_DEVICE int position(int row) const { return row + kv_len - qo_len; }
+
+  // Row `row` sees keys [row_begin, row_end); none when row_begin >= row_end.
+  PREFILL_HOST_DEVICE int row_begin(int row) const {
+    const int first = position(row) - window_left;
+    return first > 0 ? first : 0;
+  }
+
+  PREFILL_HOST_DEVICE int row_end(int row) const {
+    const int end = position(row) + window_right + 1;
+    return end < 0 ? 0 : (end < kv_len ? end : kv_len);
+  }
+
+  // The KV tiles of rows [row, row + kTileM); rows from qo_len on do not count.
+  template <int kTileM, int kTileN>
+  PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row) const {
+    const int last = row + kTileM < qo_len ? row + kTileM - 1 : qo_len - 1;
+    const int key_begin = row_begin(row);
+    const int key_end = row_end(last);
+    if (key_begin >= key_end) return {0, 0, 0, 0};
+    return {key_begin / kTileN, (key_end + kTileN - 1) / kTileN, row_begin(last), row_end(row)};
+  }
+};
+
+}  // namespace prefill

@@ -1,0 +1,50 @@
+// One attention call in plain data: what every kernel of every backend receives. No torch, no CuTe.
+#pragma once
+
+#include <cstdint>
+
+namespace prefill {
+
+// A [length, heads, head_dim] tensor. Strides count elements; the head_dim stride is 1.
+struct TensorView {
+  void* data;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+// One float per head; a null pointer means 1 for every head. A stride of 0 repeats one value.
+struct HeadScale {
+  const float* data;
+  int64_t stride;
+};
+
+struct PrefillParams {
+  TensorView q;    // [qo_len, num_qo_heads, head_dim_qk]
+  TensorView k;    // [kv_len, num_kv_heads, head_dim_qk]
+  TensorView v;    // [kv_len, num_kv_heads, head_dim_vo]
+  TensorView out;  // [qo_len, num_qo_heads, head_dim_vo]
+  float* lse;      // [qo_len, num_qo_heads], or null
+  int64_t lse_token_stride;
+  int64_t lse_head_stride;
+
+  int qo_len;
+  int kv_len;
+  int num_qo_heads;
+  int num_kv_heads;
+  int head_dim_qk;
+  int head_dim_vo;
+
+  // Key j is visible to row i when pos(i) - window_left <= j <= pos(i) + window_right, with
+  // pos(i) = i + kv_len - qo_len. Both are non-negative; qo_len + kv_len stands for "no bound".
+  int window_left;
+  int window_right;
+
+  HeadScale scale_q;  // [num_qo_heads]
+  HeadScale scale_k;  // [num_kv_heads]
+  HeadScale scale_v;  // [num_kv_heads]
+  float sm_scale;     // any float: zero and negative ones too
+  float v_scale;
+  float lse_scale;  // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
+};
+
+}  // namespace prefill

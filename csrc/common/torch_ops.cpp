@@ -1,0 +1,149 @@
+// The ops of this library: torch tensors in, PrefillParams out. Python has checked every argument
+// and says what is wrong in its own words; what is checked here are this file's own assumptions.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+
+#include "common/kernel_table.h"
+#include "common/params.h"
+#include "common/torch_stream.h"
+
+namespace prefill {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+Backend parse_backend(const std::string& backend) {
+  if (backend == "fa2") return Backend::fa2;
+  STD_TORCH_CHECK(backend == "fa3", "backend must be fa2 or fa3, got ", backend);
+  return Backend::fa3;
+}
+
+DType dtype_of(const Tensor& tensor) {
+  if (tensor.scalar_type() == ScalarType::Half) return DType::float16;
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::BFloat16,
+                  "kernels take float16 and bfloat16 tensors");
+  return DType::bfloat16;
+}
+
+// A [length, heads, head_dim] tensor that the kernels can read and write 16 bytes at a time.
+TensorView view(const Tensor& tensor) {
+  constexpr int64_t kVectorElements = 8;
+  const auto aligned = [&](int dim) {
+    return tensor.size(dim) == 1 || tensor.stride(dim) % kVectorElements == 0;
+  };
+  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(2) % kVectorElements == 0 &&
+                      tensor.stride(2) == 1 && aligned(0) && aligned(1) &&
+                      reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0,
+                  "kernels take 16-byte aligned [length, heads, head_dim] tensors");
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
+
+HeadScale scale_view(const std::optional<Tensor>& scale, int num_heads) {
+  if (!scale) return {nullptr, 0};
+  STD_TORCH_CHECK(scale->dim() == 1 && scale->size(0) == num_heads &&
+                      scale->scalar_type() == ScalarType::Float,
+                  "scales are float32 [num_heads] tensors");
+  return {static_cast<const float*>(scale->data_ptr()), scale->stride(0)};
+}
+
+// -1 means unbounded, which a window that spans everything is too.
+int window(int64_t given, int64_t widest) {
+  return static_cast<int>(given < 0 || given > widest ? widest : given);
+}
+
+PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                          const std::optional<Tensor>& lse, const std::optional<Tensor>& scale_q,
+                          const std::optional<Tensor>& scale_k,
+                          const std::optional<Tensor>& scale_v, int64_t window_left,
+                          int64_t window_right, double sm_scale, double v_scale,
+                          double lse_scale) {
+  constexpr int64_t kMaxLength = int64_t{1} << 30;  // row and key indices stay in 32 bits
+  PrefillParams params{};
+  params.q = view(q);
+  params.k = view(k);
+  params.v = view(v);
+  params.out = view(out);
+  const int64_t qo_len = q.size(0), kv_len = k.size(0);
+  const int64_t num_qo_heads = q.size(1), num_kv_heads = k.size(1);
+  STD_TORCH_CHECK(qo_len > 0 && qo_len < kMaxLength && kv_len > 0 && kv_len < kMaxLength,
+                  "lengths lie in 1..2^30-1");
+  STD_TORCH_CHECK(num_kv_heads > 0 && num_qo_heads > 0 && num_qo_heads % num_kv_heads == 0,
+                  "num_qo_heads is a multiple of num_kv_heads");
+  STD_TORCH_CHECK(k.size(2) == q.size(2) && v.size(0) == kv_len && v.size(1) == num_kv_heads &&
+                      out.size(0) == qo_len && out.size(1) == num_qo_heads &&
+                      out.size(2) == v.size(2),
+                  "shapes of q, k, v and out agree");
+  STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() &&
+                      out.scalar_type() == q.scalar_type(),
+                  "q, k, v and out are of one dtype");
+  if (lse) {
+    STD_TORCH_CHECK(lse->dim() == 2 && lse->size(0) == qo_len && lse->size(1) == num_qo_heads &&
+                        lse->scalar_type() == ScalarType::Float,
+                    "lse is a float32 [qo_len, num_qo_heads] tensor");
+    params.lse = static_cast<float*>(lse->data_ptr());
+    params.lse_token_stride = lse->stride(0);
+    params.lse_head_stride = lse->stride(1);
+  }
+  params.qo_len = static_cast<int>(qo_len);
+  params.kv_len = static_cast<int>(kv_len);
+  params.num_qo_heads = static_cast<int>(num_qo_heads);
+  params.num_kv_heads = static_cast<int>(num_kv_heads);
+  params.head_dim_qk = static_cast<int>(q.size(2));
+  params.head_dim_vo = static_cast<int>(v.size(2));
+  params.window_left = window(window_left, qo_len + kv_len);
+  params.window_right = window(window_right, qo_len + kv_len);
+  params.scale_q = scale_view(scale_q, params.num_qo_heads);
+  params.scale_k = scale_view(scale_k, params.num_kv_heads);
+  params.scale_v = scale_view(scale_v, params.num_kv_heads);
+  params.sm_scale = static_cast<float>(sm_scale);
+  params.v_scale = static_cast<float>(v_scale);
+  params.lse_scale = static_cast<float>(lse_scale);
+  return params;
+}
+
+void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
+               std::optional<Tensor> lse, std::optional<Tensor> scale_q,
+               std::optional<Tensor> scale_k, std::optional<Tensor> scale_v, int64_t window_left,
+               int64_t window_right, double sm_scale, double v_scale, double lse_scale) {
+  const PrefillParams params = make_params(q, k, v, out, lse, scale_q, scale_k, scale_v,
+                                           window_left, window_right, sm_scale, v_scale,
+                                           lse_scale);
+  const KernelEntry* kernel = find_kernel(parse_backend(backend), dtype_of(q), params.head_dim_qk,
+                                          params.head_dim_vo);
+  STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
+                  params.head_dim_qk, " and ", params.head_dim_vo);
+
+  const int32_t device = out.get_device();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  cudaStream_t stream = nullptr;
+  STD_TORCH_CHECK(current_stream(device, stream), "torch gave no CUDA stream");
+  const cudaError_t error = kernel->launch(params, stream);
+  STD_TORCH_CHECK(error == cudaSuccess, backend, " failed to launch: ", cudaGetErrorName(error),
+                  " (", cudaGetErrorString(error), ")");
+}
+
+}  // namespace
+}  // namespace prefill
+
+STABLE_TORCH_LIBRARY(prefill, library) {
+  library.def("build_info() -> str");
+  library.def(
+      "attention(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
+      "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, int window_left, int window_right, "
+      "float sm_scale, float v_scale, float lse_scale) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(prefill, CompositeExplicitAutograd, library) {
+  library.impl("build_info", TORCH_BOX(&prefill::build_info));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(prefill, CUDA, library) {
+  library.impl("attention", TORCH_BOX(&prefill::attention));
+}

@@ -1,0 +1,52 @@
+// One block computes one tile of query rows of one head.
+#pragma once
+
+#include "common/logits.cuh"
+#include "common/mask.cuh"
+#include "common/tile_schedule.cuh"
+#include "fa2/epilogue.cuh"
+#include "fa2/load.cuh"
+#include "fa2/mainloop.cuh"
+#include "fa2/traits.cuh"
+
+namespace prefill::fa2 {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    attention_kernel(const __grid_constant__ PrefillParams params,
+                     const __grid_constant__ TileSchedule schedule) {
+  using T = typename Traits::T;
+  extern __shared__ __align__(128) char raw_smem[];
+  auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw_smem);
+
+  const WorkTile work = schedule.tile(blockIdx.x);
+  const int first_row = work.m_tile * Traits::kM;
+  const int kv_head = work.head / (params.num_qo_heads / params.num_kv_heads);
+  const BandMask mask = BandMask::of(params);
+  const KvTileRange tiles = mask.kv_tiles<Traits::kM, Traits::kN>(first_row);
+  const LogitScale scale = logit_scale(params, work.head, kv_head);
+
+  KvRing<Traits> ring{HeadRows<T>::of(params.k, kv_head, params.kv_len, params.head_dim_qk),
+                      HeadRows<T>::of(params.v, kv_head, params.kv_len, params.head_dim_vo),
+                      &smem.slots[0][0],
+                      0,
+                      2 * (tiles.end - tiles.begin),
+                      tiles.end - 1};
+  if (!tiles.empty()) {
+    load_rows<Traits, Traits::kM, Traits::Dims::kQk>(
+        HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row,
+        make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}));
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kSlots - 1; ++i) ring.load_next();  // Q is in the first group
+  }
+
+  typename Traits::Softmax softmax(scale.multiplier);
+  Tensor out = partition_fragment_C(typename Traits::TiledMma{},
+                                    Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
+  clear(out);
+  attend<Traits>(smem, ring, mask, tiles, scale, first_row, softmax, out);
+  write_tile<Traits>(smem, params, work.head, first_row, value_scale(params, kv_head), softmax,
+                     out);
+}
+
+}  // namespace prefill::fa2

@@ -1,0 +1,32 @@
+// The host side of an fa2 kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "common/kernel_key.h"
+#include "common/params.h"
+#include "common/smem_limit.h"
+#include "fa2/kernel.cuh"
+
+namespace prefill::fa2 {
+
+template <DType kDType, class Dims>
+KernelInfo kernel_info() {
+  using Traits = Traits<kDType, Dims>;
+  return {Traits::kM, Traits::kN, Traits::kSlots, Traits::kThreads,
+          static_cast<int>(sizeof(typename Traits::SharedStorage))};
+}
+
+template <DType kDType, class Dims>
+cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
+  using Traits = Traits<kDType, Dims>;
+  constexpr int kSmemBytes = sizeof(typename Traits::SharedStorage);
+  auto kernel = attention_kernel<Traits>;
+  static SmemLimit smem_limit;
+  if (cudaError_t error = smem_limit.raise(kernel, kSmemBytes); error != cudaSuccess) return error;
+  const TileSchedule schedule = TileSchedule::make(params, Traits::kM);
+  kernel<<<schedule.num_tiles(), Traits::kThreads, kSmemBytes, stream>>>(params, schedule);
+  return cudaGetLastError();
+}
+
+}  // namespace prefill::fa2

@@ -1,0 +1,96 @@
+// The products of one KV tile on the tensor cores, and the loop over the KV tiles of a row tile.
+#pragma once
+
+#include "common/fragment.cuh"
+#include "common/logits.cuh"
+#include "common/mask.cuh"
+#include "fa2/load.cuh"
+#include "fa2/traits.cuh"
+
+namespace prefill::fa2 {
+
+// accumulators += A B, with both operands read from shared memory one k-step ahead of their use.
+template <class T, class TiledMma, class TiledCopyA, class TiledCopyB, class SmemA, class SmemB,
+          class Acc>
+CUTE_DEVICE void gemm_smem(TiledMma const& tiled_mma, TiledCopyA const& copy_a,
+                           TiledCopyB const& copy_b, SmemA const& smem_a, SmemB const& smem_b,
+                           Acc& accumulators) {
+  auto thr_copy_a = copy_a.get_slice(threadIdx.x);
+  auto thr_copy_b = copy_b.get_slice(threadIdx.x);
+  Tensor a = make_tensor<T>(partition_shape_A(tiled_mma, shape(smem_a)));  // (MMA, MMA_M, MMA_K)
+  Tensor b = make_tensor<T>(partition_shape_B(tiled_mma, shape(smem_b)));  // (MMA, MMA_N, MMA_K)
+  Tensor a_smem = thr_copy_a.partition_S(smem_a);
+  Tensor b_smem = thr_copy_b.partition_S(smem_b);
+  Tensor a_copy = thr_copy_a.retile_D(a);
+  Tensor b_copy = thr_copy_b.retile_D(b);
+  copy(copy_a, a_smem(_, _, _0{}), a_copy(_, _, _0{}));
+  copy(copy_b, b_smem(_, _, _0{}), b_copy(_, _, _0{}));
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) {
+    if (k + 1 < size<2>(a)) {
+      copy(copy_a, a_smem(_, _, k + 1), a_copy(_, _, k + 1));
+      copy(copy_b, b_smem(_, _, k + 1), b_copy(_, _, k + 1));
+    }
+    gemm(tiled_mma, a(_, _, k), b(_, _, k), accumulators);
+  }
+}
+
+// accumulators += A B with A in registers.
+template <class T, class TiledMma, class TiledCopyB, class FragmentA, class SmemB, class Acc>
+CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& copy_b,
+                                FragmentA const& a, SmemB const& smem_b, Acc& accumulators) {
+  auto thr_copy_b = copy_b.get_slice(threadIdx.x);
+  Tensor b = make_tensor<T>(partition_shape_B(tiled_mma, shape(smem_b)));  // (MMA, MMA_N, MMA_K)
+  Tensor b_smem = thr_copy_b.partition_S(smem_b);
+  Tensor b_copy = thr_copy_b.retile_D(b);
+  copy(copy_b, b_smem(_, _, _0{}), b_copy(_, _, _0{}));
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) {
+    if (k + 1 < size<2>(a)) copy(copy_b, b_smem(_, _, k + 1), b_copy(_, _, k + 1));
+    gemm(tiled_mma, a(_, _, k), b(_, _, k), accumulators);
+  }
+}
+
+// Walks the KV tiles of one row tile from the last to the first, where causal masks put the tiles
+// that need masking, and accumulates P V and the softmax state.
+template <class Traits, class Acc>
+CUTE_DEVICE void attend(typename Traits::SharedStorage& smem, KvRing<Traits>& ring,
+                        const BandMask& mask, const KvTileRange& tiles, const LogitScale& scale,
+                        int first_row, typename Traits::Softmax& softmax, Acc& out) {
+  using T = typename Traits::T;
+  typename Traits::TiledMma tiled_mma;
+  auto thr_mma = tiled_mma.get_slice(threadIdx.x);
+  auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, tiled_mma);
+  auto copy_k = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, tiled_mma);
+  auto copy_v = make_tiled_copy_B(Copy_Atom<SM75_U16x8_LDSM_T, T>{}, tiled_mma);
+  Tensor q = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
+  Tensor element_coordinates =
+      thr_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{}));
+  Tensor coordinates = row_column_view(element_coordinates);
+
+  int sequence = 0;
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    Tensor scores = partition_fragment_C(tiled_mma, Shape<Int<Traits::kM>, Int<Traits::kN>>{});
+    clear(scores);
+    Tensor k = make_tensor(make_smem_ptr(ring.acquire(sequence++)), typename Traits::LayoutK{});
+    gemm_smem<T>(tiled_mma, copy_q, copy_k, q, k, scores);
+
+    Tensor rows = row_column_view(scores);
+    if (scale.factor != 1.f || tiles.template needs_mask<Traits::kN>(tile)) {
+      scale_scores(rows, scale.factor);
+      apply_mask(rows, coordinates, mask, first_row, tile * Traits::kN);
+    }
+    const auto factor = softmax.step(rows);
+    Tensor out_rows = row_column_view(out);
+    scale_rows(out_rows, factor);
+    Tensor p = make_tensor<T>(scores.layout());
+    convert_fragment<T>(scores, p);
+
+    Tensor vt = make_tensor(make_smem_ptr(ring.acquire(sequence++)), typename Traits::LayoutVt{});
+    Tensor p_operand = make_tensor(p.data(), operand_a_layout(p.layout()));
+    gemm_registers<T>(tiled_mma, copy_v, p_operand, vt, out);
+  }
+  softmax.finish();
+}
+
+}  // namespace prefill::fa2

@@ -1,0 +1,59 @@
+// Types and layouts of one fa2 kernel, derived from its dtype and head-dim class.
+#pragma once
+
+#include <cute/atom/copy_atom.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "common/fragment.cuh"
+#include "common/online_softmax.cuh"
+#include "fa2/tiles.h"
+
+namespace prefill::fa2 {
+
+using namespace cute;
+
+template <DType kDType, class Dims_>
+struct Traits {
+  using Dims = Dims_;
+  using T = Element<kDType>;
+  static constexpr int kM = Tile<Dims>::kM;
+  static constexpr int kN = Tile<Dims>::kN;
+  static constexpr int kSlots = Tile<Dims>::kSlots;
+  static constexpr int kThreads = Tile<Dims>::kWarps * 32;
+  static_assert(kSlots >= 2, "a tile is loaded while another one is in use");
+
+  using MmaOp = std::conditional_t<kDType == DType::float16, SM80_16x8x16_F32F16F16F32_TN,
+                                   SM80_16x8x16_F32BF16BF16F32_TN>;
+  // Every warp owns whole rows; 16 columns at a time let one ldmatrix.x4 feed two mma.
+  using TiledMma = decltype(make_tiled_mma(MmaOp{}, Layout<Shape<Int<Tile<Dims>::kWarps>, _1, _1>>{},
+                                           cute::Tile<Int<Tile<Dims>::kWarps * 16>, _16, _16>{}));
+
+  // Rows of 64 elements (128 bytes), 16-byte chunks swizzled over 8 rows: no bank conflicts for
+  // cp.async, ldmatrix and ldmatrix.trans.
+  static constexpr int kColumns = 64;
+  using LayoutAtom =
+      decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{}));
+  template <int kRows, int kCols>
+  using SmemLayout = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kRows>, Int<kCols>>{}));
+  using LayoutQ = SmemLayout<kM, Dims::kQk>;
+  using LayoutK = SmemLayout<kN, Dims::kQk>;
+  using LayoutV = SmemLayout<kN, Dims::kVo>;
+  using LayoutO = SmemLayout<kM, Dims::kVo>;
+  // V as the B operand of P V: (head_dim_vo, keys)
+  using LayoutVt = decltype(composition(
+      LayoutV{}, make_layout(Shape<Int<Dims::kVo>, Int<kN>>{}, GenRowMajor{})));
+
+  static constexpr int kSlotElements = kN * Dims::kQk;  // V is never wider than K
+
+  struct SharedStorage {
+    alignas(128) T q[kM * Dims::kQk];  // the output tile in the end
+    alignas(128) T slots[kSlots][kSlotElements];
+  };
+
+  static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);
+  using Softmax = OnlineSoftmax<kRowsPerThread>;
+};
+
+}  // namespace prefill::fa2

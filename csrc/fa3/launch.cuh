@@ -1,0 +1,65 @@
+// The host side of an fa3 kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "common/kernel_key.h"
+#include "common/params.h"
+#include "common/smem_limit.h"
+#include "fa3/kernel.cuh"
+
+namespace prefill::fa3 {
+
+template <DType kDType, class Dims>
+KernelInfo kernel_info() {
+  using Traits = Traits<kDType, Dims>;
+  return {Traits::kM, Traits::kN, Traits::kStages, Traits::kThreads,
+          static_cast<int>(sizeof(typename Traits::SharedStorage))};
+}
+
+template <class Traits>
+cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, TensorMaps& maps) {
+  cudaError_t error = encode(maps.q, params.q, type, params.head_dim_qk, params.qo_len,
+                             params.num_qo_heads, Traits::kM);
+  if (error != cudaSuccess) return error;
+  error = encode(maps.k, params.k, type, params.head_dim_qk, params.kv_len, params.num_kv_heads,
+                 Traits::kN);
+  if (error != cudaSuccess) return error;
+  error = encode(maps.v, params.v, type, params.head_dim_vo, params.kv_len, params.num_kv_heads,
+                 Traits::kN);
+  if (error != cudaSuccess) return error;
+  return encode(maps.out, params.out, type, params.head_dim_vo, params.qo_len,
+                params.num_qo_heads, kWarpgroupRows);
+}
+
+template <DType kDType, class Dims>
+cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
+  using Traits = Traits<kDType, Dims>;
+  constexpr int kSmemBytes = sizeof(typename Traits::SharedStorage);
+  auto kernel = attention_kernel<Traits>;
+  static SmemLimit smem_limit;
+  cudaError_t error = smem_limit.raise(kernel, kSmemBytes);
+  if (error != cudaSuccess) return error;
+
+  TensorMaps maps;
+  error = encode_maps<Traits>(params,
+                              kDType == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                              maps);
+  if (error != cudaSuccess) return error;
+
+  int device = 0, num_sms = 0;
+  error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+
+  const TileSchedule schedule = TileSchedule::make(params, Traits::kM);
+  const int blocks = std::min(schedule.num_tiles(), num_sms);
+  kernel<<<blocks, Traits::kThreads, kSmemBytes, stream>>>(params, maps, schedule);
+  return cudaGetLastError();
+}
+
+}  // namespace prefill::fa3
