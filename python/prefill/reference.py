@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .packing import unpack_mask_block
-from .rope import alibi_slopes, apply_llama_rope
+from prefill.packing import unpack_mask_block
+from prefill.rope import alibi_slopes, apply_llama_rope
 
 if TYPE_CHECKING:
-    from .request import PrefillRequest
+    from prefill.request import PrefillRequest
 
-# Elements of a block's logits, and the bound for every other temporary: 128 MiB in float64.
-_BLOCK_ELEMENTS = 1 << 24
+# Elements of a block's logits, and the bound for every other temporary: 64 MiB in float64.
+_BLOCK_ELEMENTS = 1 << 23
 # Query rows per block where rows see different ranges: a block computes the union of these.
 _BOUNDED_ROWS = 512
 # Keys whose float64 copies are made at a time.
 _BLOCK_KEYS = 1 << 16
 # One sum counts both kinds of non-finite values: +inf and NaN count 1, -inf and NaN count this.
-_NEGATIVE_MARK = float(1 << 26)
+_NEGATIVE_MARK = float(2 * _BLOCK_KEYS)
 
 
 class Span(NamedTuple):
@@ -202,8 +202,8 @@ def _rows_per_block(r: PrefillRequest, group: int, head_dim: int) -> int:
     rows, keys = r.qo_len, r.kv_len
     if r.causal or r.window_left >= 0:
         rows = min(rows, _BOUNDED_ROWS)
-    if r.causal and r.window_left >= 0:
-        keys = min(keys, r.window_left + rows)
+    if r.window_left >= 0:
+        keys = min(keys, r.window_left + (rows if r.causal else r.qo_len))
     return max(1, min(rows, _BLOCK_ELEMENTS // (group * max(keys, head_dim))))
 
 
@@ -307,18 +307,19 @@ def _weigh_values(weights: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tens
     kv_heads, members, rows, _ = weights.shape
     stacked = weights.flatten(1, 2)
     sums = weights.new_zeros((kv_heads, members * rows, v.shape[-1]))
-    counts = weights.new_zeros((kv_heads, rows if seen is not None else 1, v.shape[-1]))
+    traces = weights.new_zeros((kv_heads, rows if seen is not None else 1, v.shape[-1]))
     for keys in Span(0, v.shape[0]).split(_BLOCK_KEYS):
-        values = v[keys.as_slice].to(torch.float64).transpose(0, 1)
-        nan = values.isnan()
-        marks = (nan | (values == torch.inf)).to(torch.float64)
-        marks += (nan | (values == -torch.inf)).to(torch.float64).mul_(_NEGATIVE_MARK)
-        sums += torch.matmul(stacked[..., keys.as_slice], values.masked_fill(marks > 0.0, 0.0))
+        values = v[keys.as_slice].to(torch.float32).transpose(0, 1)
+        # Comparisons with NaN are false: NaN counts as both infinities, and their sum is NaN.
+        marks = torch.where(values < torch.inf, 0.0, 1.0)
+        marks += torch.where(values > -torch.inf, 0.0, _NEGATIVE_MARK)
+        finite = values.nan_to_num(0.0, 0.0, 0.0).to(torch.float64)
+        sums += torch.matmul(stacked[..., keys.as_slice], finite)
         if seen is None:
-            counts += marks.sum(1, keepdim=True)
+            counts = marks.sum(1, keepdim=True, dtype=torch.float64)
         else:
-            counts += torch.matmul(seen[:, keys.as_slice].to(torch.float64), marks)
-    positive = torch.where(counts % _NEGATIVE_MARK > 0.0, torch.inf, 0.0)
-    negative = torch.where(counts >= _NEGATIVE_MARK, -torch.inf, 0.0)
-    traces = (positive + negative).unsqueeze(1)
-    return sums.view(kv_heads, members, rows, -1), traces
+            visible = seen[:, keys.as_slice].to(torch.float64)
+            counts = torch.matmul(visible, marks.to(torch.float64))
+        traces += torch.where(counts % _NEGATIVE_MARK > 0.0, torch.inf, 0.0)
+        traces += torch.where(counts >= _NEGATIVE_MARK, -torch.inf, 0.0)
+    return sums.view(kv_heads, members, rows, -1), traces.unsqueeze(1)

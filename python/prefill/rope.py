@@ -74,6 +74,7 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
     if num_heads < 1:
         return torch.empty(0, dtype=torch.float32, device=device)
     n = 1 << (num_heads.bit_length() - 1)
-    first = torch.arange(1, n + 1, dtype=torch.float64, device=device) * (-8 / n)
-    rest = torch.arange(1, 2 * (num_heads - n), 2, dtype=torch.float64, device=device) * (-4 / n)
+    index = torch.arange(num_heads, dtype=torch.float64, device=device)
+    first = (index[:n] + 1) * (-8 / n)
+    rest = (2 * (index[n:] - n) + 1) * (-4 / n)
     return torch.exp2(torch.cat((first, rest))).to(torch.float32)
