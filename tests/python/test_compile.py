@@ -1,6 +1,4 @@
-"""torch.compile, fake tensors and opcheck; CUDA tensors trace as fakes on a machine without a
-GPU.
-"""
+"""torch.compile, fake tensors, opcheck; CUDA tensors trace as fakes without a GPU."""
 
 from __future__ import annotations
 
