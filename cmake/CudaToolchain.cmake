@@ -4,8 +4,7 @@
 
 string(TOUPPER "${PREFILL_KERNELS}" prefill_kernels_mode)
 set(PREFILL_WITH_KERNELS FALSE)
-if(prefill_kernels_mode STREQUAL "AUTO")
-elseif(NOT PREFILL_KERNELS)
+if(NOT prefill_kernels_mode STREQUAL "AUTO" AND NOT PREFILL_KERNELS)
   message(STATUS "prefill: PREFILL_KERNELS=OFF, no kernels in this build")
   return()
 endif()
