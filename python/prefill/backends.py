@@ -50,7 +50,7 @@ class NativeBackend:
 
     def unsupported_reasons(self, request: PrefillRequest, device: DeviceInfo) -> list[str]:
         if device.type != "cuda":
-            return [f"the tensors are on {device.type}; {self.name} needs a CUDA device"]
+            return [f"{self.name} needs a CUDA device, and the tensors are on {device.type}"]
         reasons = []
         dtype = request.q.dtype
         if not (dtype in HALF_DTYPES and request.k.dtype == dtype and request.v.dtype == dtype):

@@ -177,8 +177,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _class_order(kernel: Kernel) -> tuple[int, int]:
-    return kernel.head_dim_qk, kernel.head_dim_vo
+def _class_order(kernel: Kernel) -> int:
+    return kernel.head_dim_qk + kernel.head_dim_vo
 
 
 def find_kernel(
@@ -195,6 +195,22 @@ def find_kernel(
     return min(fitting, key=_class_order, default=None)
 
 
+def backend_reason(library: NativeLibrary, backend: str, capability: tuple[int, int]) -> str:
+    """Why nothing of `backend` runs on such a device; "" if something does."""
+    build = library.build
+    if build is None:
+        return library.missing
+    archs = build.archs.get(backend, ())
+    if not archs:
+        return f"{backend} is not in this build, which has {', '.join(build.archs) or 'none'}"
+    if not any(arch_runs_on(arch, capability) for arch in archs):
+        return (
+            f"the device has compute capability {capability[0]}.{capability[1]}; "
+            f"this build's {backend} is for {', '.join(archs)}"
+        )
+    return ""
+
+
 @lru_cache(maxsize=1024)
 def _build_reason(
     library: NativeLibrary,
@@ -206,17 +222,9 @@ def _build_reason(
     head_dim_vo: int,
 ) -> str:
     build = library.build
-    if build is None:
-        return library.missing
-    archs = build.archs.get(backend, ())
-    if not archs:
-        have = ", ".join(build.archs) or "none"
-        return f"{backend} is not in this build, which has {have}"
-    if not any(arch_runs_on(arch, capability) for arch in archs):
-        return (
-            f"the device has compute capability {capability[0]}.{capability[1]}; this build's "
-            f"{backend} is for {', '.join(archs)}"
-        )
+    reason = backend_reason(library, backend, capability)
+    if reason or build is None:
+        return reason
     kernels = build.kernels_of(backend)
     name = dtype_name(dtype)
     if name not in {kernel.dtype for kernel in kernels}:
