@@ -1,0 +1,183 @@
+"""What a kernel's result is held against, and how far off it may be.
+
+The truth is computed in float64. A kernel may be off by
+
+1. elementwise, what arithmetic in 16 bits costs at worst: with u half the dtype's epsilon, the
+   weights round to 16 bits (u * sum_j p_j |v_j|) and so does the output (u * |out|); in float16
+   weights under 2^-14 are subnormal and lose up to 2^-25 each; a logit of size m, computed in
+   float32, is off by some 2^-21 * m, and a weight relatively by twice that;
+2. and, over all elements of one result, twice the largest error of the plain computation: logits
+   and softmax in float32, weights rounded to 16 bits, the product with v accumulated in float32,
+   the output rounded. That is far less than 1 for long rows, whose roundings average out. For few
+   elements the largest error is a matter of luck, so this holds from `ENOUGH` elements on, and a
+   quarter of the output's own rounding is allowed on top.
+
+The LSE comes from float32 sums of float32 exponentials: log2 of those is right to about 1e-6, plus
+the logits' own 2^-21 of their size; 1e-3 * (1 + 2^-10 * |lse|) is well above both and well below
+any mistake (one key too many among 700 moves it by 2e-3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ENOUGH = 2048
+LOG2_E = 1.0 / math.log(2.0)
+
+
+@dataclass
+class Expected:
+    """The truth about a call and what a kernel may be off by; rows can be cut from its end."""
+
+    out: Tensor
+    lse: Tensor
+    plain_error: Tensor
+    worst: Tensor
+    unit: float
+
+    def last_rows(self, count: int) -> Expected:
+        cut = slice(self.out.shape[0] - count, None)
+        parts = (self.out, self.lse, self.plain_error, self.worst)
+        return Expected(*(part[cut] for part in parts), self.unit)
+
+
+@dataclass
+class Ledger:
+    """Collects figures on the device and compares them with their bounds in one go."""
+
+    labels: list[str] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    bounds: list[Tensor] = field(default_factory=list)
+
+    def at_most(self, label: str, value: Tensor, bound: Tensor | float) -> None:
+        self.labels.append(label)
+        self.values.append(value.double())
+        if not isinstance(bound, Tensor):
+            bound = torch.full((), bound, device=value.device)
+        self.bounds.append(bound.double())
+
+    def none(self, label: str, wrong: Tensor) -> None:
+        """No element of the bool tensor is True."""
+        self.at_most(label, wrong.sum(), 0.0)
+
+    def result(self, label: str, out: Tensor, lse: Tensor | None, expected: Expected) -> None:
+        """`out` and `lse` are what `expected` allows."""
+        error = (out.double() - expected.out).abs()
+        self.at_most(f"{label}: out beyond 16-bit arithmetic", (error - expected.worst).amax(), 0.0)
+        if out.numel() >= ENOUGH:
+            floor = expected.unit / 4 * expected.out.abs().amax()
+            bound = 2 * expected.plain_error.amax() + floor
+            self.at_most(f"{label}: out against twice the plain error", error.amax(), bound)
+        if lse is None:
+            return
+        empty = expected.lse == -math.inf
+        self.none(f"{label}: rows without keys, LSE", (lse == -math.inf) != empty)
+        self.none(f"{label}: rows without keys, out", (out != 0) & empty[..., None])
+        difference = torch.where(empty, 0.0, lse.double() - expected.lse).abs()
+        allowed = 1e-3 * (1 + expected.lse.abs() * 2.0**-10)
+        self.at_most(f"{label}: LSE", torch.where(empty, 0.0, difference / allowed).amax(), 1.0)
+
+    def finish(self) -> None:
+        values, bounds = torch.stack(self.values).cpu(), torch.stack(self.bounds).cpu()
+        wrong = (~(values <= bounds)).nonzero().flatten().tolist()
+        texts = [f"{self.labels[i]}: {values[i]:.3e} > {bounds[i]:.3e}" for i in wrong[:8]]
+        assert not wrong, f"{len(wrong)} of {len(values)} figures are too large:\n" + "\n".join(
+            texts
+        )
+
+
+def visible(
+    qo_len: int, kv_len: int, causal: bool, window_left: int, device: torch.device | str
+) -> Tensor:
+    """Bool [qo_len, kv_len]."""
+    position = torch.arange(qo_len, device=device)[:, None] + (kv_len - qo_len)
+    key = torch.arange(kv_len, device=device)
+    seen = torch.ones(qo_len, kv_len, dtype=torch.bool, device=device)
+    if causal:
+        seen &= key <= position
+    if window_left >= 0:
+        seen &= key >= position - window_left
+    return seen
+
+
+def _per_head(scale: Any, heads: int, group: int, device: torch.device) -> Tensor:
+    """float64 [heads * group, 1, 1]"""
+    tensor = torch.as_tensor(1.0 if scale is None else scale, device=device).double()
+    return tensor.expand(heads).repeat_interleave(group)[:, None, None]
+
+
+def expect(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_left: int = -1,
+    sm_scale: float | None = None,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+) -> Expected:
+    """The truth for NHD tensors, and the plain computation's error."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    group = heads // kv_heads
+    device = q.device
+    scale = (
+        (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
+        * _per_head(scale_q, heads, 1, device)
+        * _per_head(scale_k, kv_heads, group, device)
+    )
+    v_scale = _per_head(scale_v, kv_heads, group, device)
+    seen = visible(q.shape[0], k.shape[0], causal, window_left, device)
+    queries = q.transpose(0, 1)
+    keys, values = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+
+    def computed(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        logits = queries.to(kind) @ keys.to(kind).transpose(1, 2) * scale.to(kind)
+        logits = logits.masked_fill(~seen, -math.inf)
+        return logits, torch.softmax(logits, -1).nan_to_num(0.0)
+
+    def product(weights: Tensor, kind: torch.dtype) -> Tensor:
+        return (weights.to(kind) @ values.to(kind) * v_scale.to(kind)).transpose(0, 1)
+
+    logits, weights = computed(torch.float64)
+    out = product(weights, torch.float64)
+    lse = (torch.logsumexp(logits, -1) * LOG2_E).transpose(0, 1)
+    _, plain_weights = computed(torch.float32)
+    plain = product(plain_weights.to(q.dtype), torch.float32).to(q.dtype)
+
+    unit = torch.finfo(q.dtype).eps / 2
+    size = (weights @ values.double().abs() * v_scale.abs()).transpose(0, 1)
+    largest = logits.masked_fill(~seen, 0.0).abs().amax(-1).transpose(0, 1)[..., None]
+    worst = 1.01 * unit * (size + out.abs()) + (2.0**-20 * largest + 2.0**-18) * size
+    if q.dtype == torch.float16:
+        subnormal = (
+            2.0**-25 * k.shape[0] * values.double().abs().amax((1, 2)) * v_scale.abs()[:, 0, 0]
+        )
+        worst = worst + subnormal[None, :, None] + 2.0**-25
+    return Expected(out, lse, (plain.double() - out).abs(), worst, unit)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed * 7919 + math.prod(shape))
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def guarded(*shape: int, dtype: torch.dtype, rows: int = 16) -> tuple[Tensor, Tensor]:
+    """A NaN-filled buffer and a view of it in the middle, for a result."""
+    buffer = torch.full((shape[0] + 2 * rows, *shape[1:]), math.nan, dtype=dtype, device="cuda")
+    return buffer, buffer[rows : rows + shape[0]]
+
+
+def poisoned(tensor: Tensor, rows: int = 160, columns: int = 8) -> Tensor:
+    """The same values, amid NaN: rows after the last, columns after the head dim."""
+    length, heads, head_dim = tensor.shape
+    shape = (length + rows, heads, head_dim + columns)
+    buffer = torch.full(shape, math.nan, dtype=tensor.dtype, device=tensor.device)
+    buffer[:length, :, :head_dim] = tensor
+    return buffer[:length, :, :head_dim]
