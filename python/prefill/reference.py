@@ -7,9 +7,9 @@ matmuls cannot apply. Only the results are rounded. So a device must have float6
 GPUs that runs at about the float32 rate, elsewhere more slowly.
 
 Memory: the work goes in blocks of at most `_BLOCK_ELEMENTS` logits (or one query row's, if that is
-more), a handful of which live at once, so a call of any size needs under 1 GiB beside its tensors,
-plus copies of q and k when they are rotated. Block sizes depend on the shapes alone. Keys that no
-row of a block can see (causal, window) are not touched.
+more), a handful of which live at once, so a call of any size needs under 512 MiB beside its
+tensors, plus copies of q and k when they are rotated. Block sizes depend on the shapes alone. Keys
+that no row of a block can see (causal, window) are not touched.
 
 No step depends on values on the host: nothing synchronises, and a call traces whole under
 torch.compile.
@@ -35,7 +35,7 @@ _BLOCK_ELEMENTS = 1 << 23
 # Query rows per block where rows see different ranges: a block computes the union of these.
 _BOUNDED_ROWS = 512
 # Keys whose float64 copies are made at a time.
-_BLOCK_KEYS = 1 << 16
+_BLOCK_KEYS = 1 << 13
 # One sum counts both kinds of non-finite values: +inf and NaN count 1, -inf and NaN count this.
 _NEGATIVE_MARK = float(2 * _BLOCK_KEYS)
 
@@ -282,14 +282,18 @@ def _logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     """Return `scale * q . k`, `[kv heads, members, rows, keys]`."""
     queries = q.to(torch.float64).permute(1, 2, 0, 3) * scale
     stacked = queries.flatten(1, 2)
-    blocks = [
-        torch.matmul(stacked, k[keys.as_slice].to(torch.float64).permute(1, 2, 0))
-        for keys in Span(0, k.shape[0]).split(_BLOCK_KEYS)
-    ]
-    if not blocks:
-        return queries[..., :0]
-    logits = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
-    return logits.view(*queries.shape[:3], k.shape[0])
+    every_key = Span(0, k.shape[0])
+
+    def against(keys: Span) -> Tensor:
+        return torch.matmul(stacked, k[keys.as_slice].to(torch.float64).permute(1, 2, 0))
+
+    if every_key.size <= _BLOCK_KEYS:
+        logits = against(every_key)
+    else:
+        logits = queries.new_empty((*stacked.shape[:2], every_key.size))
+        for keys in every_key.split(_BLOCK_KEYS):
+            logits[..., keys.as_slice] = against(keys)
+    return logits.view(*queries.shape[:3], every_key.size)
 
 
 def _row_maximum(logits: Tensor) -> Tensor:
