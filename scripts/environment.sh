@@ -37,7 +37,7 @@ make_environment() {
   if ! has_torch "$venv/bin/python"; then
     if has_gpu; then torch=${PREFILL_TORCH:-torch>=2.10}; else torch=${PREFILL_TORCH:-torch==2.13.0}; fi
     say "installing $torch"
-    "$venv/bin/python" -m pip install --quiet "$torch"
+    "$venv/bin/python" -m pip install --quiet "$torch" numpy  # torch warns where there is no numpy
   fi
 }
 

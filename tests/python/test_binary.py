@@ -283,14 +283,16 @@ print(json.dumps({
 def test_import_is_quick() -> None:
     """Importing prefill takes less than 50 ms once torch is imported: the best of several runs."""
     code = """
-import json, time, torch
+import json, sys, time, torch
+before = set(sys.modules)
 start = time.perf_counter()
 import prefill
-print(json.dumps({"seconds": time.perf_counter() - start}))
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "modules": len(set(sys.modules) - before)}))
 """
-    seconds: list[float] = []
-    for _ in range(7):
-        seconds.append(float(str(in_subprocess(code)["seconds"])))
-        if seconds[-1] < 0.05:
+    runs: list[dict[str, object]] = []
+    for _ in range(6):
+        runs.append(in_subprocess(code))
+        if float(str(runs[-1]["seconds"])) < 0.05:
             return
-    pytest.fail(f"import prefill took {min(seconds) * 1e3:.0f} ms at best")
+    pytest.fail(f"import prefill takes over 50 ms; seconds and modules imported: {runs}")
