@@ -1,0 +1,182 @@
+// BandMask against naive loops over the rule in params.h.
+#include <algorithm>
+#include <cstdint>
+#include <ostream>
+#include <vector>
+
+#include "check.h"
+#include "common/mask.cuh"
+#include "random.h"
+
+namespace {
+
+using prefill::BandMask;
+using prefill::KvTileRange;
+using prefill::test::Random;
+
+std::ostream& operator<<(std::ostream& stream, const BandMask& mask) {
+  return stream << "qo_len " << mask.qo_len << ", kv_len " << mask.kv_len << ", window -"
+                << mask.window_left << " +" << mask.window_right;
+}
+
+bool sees(const BandMask& mask, int64_t row, int64_t key) {
+  const int64_t position = row + mask.kv_len - mask.qo_len;
+  return position - mask.window_left <= key && key <= position + mask.window_right;
+}
+
+// A row sees exactly the keys of [row_begin, row_end).
+void check_rows(const BandMask& mask) {
+  for (int row = 0; row < mask.qo_len; ++row) {
+    const int begin = mask.row_begin(row);
+    const int end = mask.row_end(row);
+    CHECK(begin >= 0 && end >= 0 && end <= mask.kv_len, mask << ", row " << row);
+    for (int key = 0; key < mask.kv_len; ++key) {
+      CHECK_EQ(begin <= key && key < end, sees(mask, row, key),
+               mask << ", row " << row << ", key " << key);
+    }
+  }
+}
+
+// The range of a row tile is exactly the KV tiles that hold a key which some row sees: nothing is
+// missed and nothing is computed in vain. A KV tile of it goes unmasked exactly when each row that
+// exists sees all kTileN keys, so never where the tile runs past kv_len.
+template <int kTileM, int kTileN>
+void check_tiles(const BandMask& mask) {
+  const int num_tiles = (mask.kv_len + kTileN - 1) / kTileN;
+  for (int first = 0; first < mask.qo_len; first += kTileM) {
+    const int rows = std::min(kTileM, mask.qo_len - first);
+    std::vector<int> pairs(num_tiles);
+    for (int row = first; row < first + rows; ++row) {
+      for (int key = 0; key < mask.kv_len; ++key) pairs[key / kTileN] += sees(mask, row, key);
+    }
+    const KvTileRange range = mask.kv_tiles<kTileM, kTileN>(first);
+    const bool any = std::any_of(pairs.begin(), pairs.end(), [](int count) { return count > 0; });
+    CHECK_EQ(range.empty(), !any, mask << ", rows from " << first);
+    if (range.empty()) continue;
+    CHECK(range.begin >= 0 && range.end <= num_tiles, mask << ", rows from " << first);
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const bool inside = range.begin <= tile && tile < range.end;
+      CHECK_EQ(inside, pairs[tile] > 0,
+               mask << ", rows from " << first << ", tile " << tile << " of " << kTileM << " x "
+                    << kTileN);
+      if (inside) {
+        CHECK_EQ(range.needs_mask<kTileN>(tile), pairs[tile] < rows * kTileN,
+                 mask << ", rows from " << first << ", tile " << tile << " of " << kTileM << " x "
+                      << kTileN);
+      }
+    }
+  }
+}
+
+void check_small_exhaustively() {
+  constexpr int kLongest = 9;
+  for (int qo_len = 1; qo_len <= kLongest; ++qo_len) {
+    for (int kv_len = 1; kv_len <= kLongest; ++kv_len) {
+      const int unbounded = qo_len + kv_len;
+      for (int left = 0; left <= unbounded; ++left) {
+        for (int right = 0; right <= unbounded; ++right) {
+          const BandMask mask{qo_len, kv_len, left, right};
+          check_rows(mask);
+          check_tiles<1, 1>(mask);
+          check_tiles<1, 4>(mask);
+          check_tiles<4, 1>(mask);
+          check_tiles<2, 3>(mask);
+          check_tiles<5, 2>(mask);
+          check_tiles<16, 16>(mask);
+        }
+      }
+    }
+  }
+}
+
+// A bound that matters, or none.
+int random_window(Random& random, int qo_len, int kv_len) {
+  switch (random.integer(0, 3)) {
+    case 0:
+      return qo_len + kv_len;
+    case 1:
+      return random.integer(0, 3);
+    default:
+      return random.integer(0, qo_len + kv_len);
+  }
+}
+
+void check_real_tiles_at_random() {
+  Random random(1);
+  for (int i = 0; i < 150; ++i) {
+    const int qo_len = random.integer(1, 420);
+    const int kv_len = random.integer(1, 560);
+    const BandMask mask{qo_len, kv_len, random_window(random, qo_len, kv_len),
+                        random_window(random, qo_len, kv_len)};
+    check_rows(mask);
+    check_tiles<64, 64>(mask);
+    check_tiles<64, 80>(mask);
+    check_tiles<64, 128>(mask);
+    check_tiles<128, 64>(mask);
+    check_tiles<128, 80>(mask);
+    check_tiles<128, 128>(mask);
+    check_tiles<192, 64>(mask);
+    check_tiles<192, 80>(mask);
+    check_tiles<192, 128>(mask);
+  }
+}
+
+// The same bounds in 64 bits.
+int64_t wide_begin(const BandMask& mask, int64_t row) {
+  return std::max(row + mask.kv_len - mask.qo_len - mask.window_left, int64_t{0});
+}
+
+int64_t wide_end(const BandMask& mask, int64_t row) {
+  return std::clamp(row + mask.kv_len - mask.qo_len + mask.window_right + 1, int64_t{0},
+                    int64_t{mask.kv_len});
+}
+
+template <int kTileM, int kTileN>
+void check_huge_tile(const BandMask& mask, int row) {
+  const int64_t last = std::min(int64_t{row} + kTileM, int64_t{mask.qo_len}) - 1;
+  const int64_t key_begin = wide_begin(mask, row);
+  const int64_t key_end = wide_end(mask, last);
+  const KvTileRange range = mask.kv_tiles<kTileM, kTileN>(row);
+  CHECK_EQ(range.empty(), key_begin >= key_end, mask << ", rows from " << row);
+  if (range.empty()) return;
+  CHECK_EQ(range.begin, key_begin / kTileN, mask << ", rows from " << row);
+  CHECK_EQ(range.end, (key_end + kTileN - 1) / kTileN, mask << ", rows from " << row);
+  const int middle = range.begin + (range.end - range.begin) / 2;
+  for (int tile : {range.begin, middle, range.end - 1}) {
+    const bool all_seen = wide_begin(mask, last) <= int64_t{tile} * kTileN &&
+                          (int64_t{tile} + 1) * kTileN <= wide_end(mask, row);
+    CHECK_EQ(range.needs_mask<kTileN>(tile), !all_seen,
+             mask << ", rows from " << row << ", tile " << tile);
+  }
+}
+
+void check_huge() {
+  constexpr int kLongest = (1 << 30) - 1;
+  const int lengths[] = {1, 2, 1 << 20, 1 << 29, 715827883, kLongest - 1, kLongest};
+  for (int qo_len : lengths) {
+    for (int kv_len : lengths) {
+      const int unbounded = qo_len + kv_len;
+      const int windows[] = {0, 1, 1 << 20, qo_len - 1, kv_len - 1, qo_len, kv_len, unbounded};
+      for (int left : windows) {
+        for (int right : windows) {
+          const BandMask mask{qo_len, kv_len, left, right};
+          for (int row : {0, qo_len / 2, qo_len - qo_len / 1024 - 1, qo_len - 1}) {
+            CHECK_EQ(mask.row_begin(row), wide_begin(mask, row), mask << ", row " << row);
+            CHECK_EQ(mask.row_end(row), wide_end(mask, row), mask << ", row " << row);
+            check_huge_tile<64, 64>(mask, row / 64 * 64);
+            check_huge_tile<192, 80>(mask, row / 192 * 192);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_small_exhaustively();
+  check_real_tiles_at_random();
+  check_huge();
+  return prefill::test::result();
+}
