@@ -43,8 +43,15 @@ make_environment() {
 
 # Installs into $1 what a build without isolation needs; PREFILL_KERNELS decides how much that is.
 install_build_requirements() {
-  local requirements
+  local requirements requirement tools=() files=()
   requirements=$("$1/bin/python" "$root/cmake/prefill_build.py" requires)
-  mapfile -t requirements <<<"$requirements"
-  "$1/bin/python" -m pip install --quiet "${requirements[@]}"
+  while read -r requirement; do
+    case $requirement in
+      nvidia-*) files+=("$requirement") ;;
+      *) tools+=("$requirement") ;;
+    esac
+  done <<<"$requirements"
+  "$1/bin/python" -m pip install --quiet "${tools[@]}"
+  # Of these the headers and compilers are wanted, not what their Python modules depend on.
+  if ((${#files[@]})); then "$1/bin/python" -m pip install --quiet --no-deps "${files[@]}"; fi
 }
