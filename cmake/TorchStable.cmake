@@ -1,5 +1,9 @@
-# prefill_torch: torch's headers and libtorch_cpu.so, through the stable ABI alone, so that one binary
+# prefill_torch: torch's headers and libraries, through the stable ABI alone, so that one binary
 # serves every torch from PREFILL_TORCH_TARGET on. Torch is located without importing it.
+#
+# Everything comes from libtorch_cpu.so but the current CUDA stream. Its symbol is weak (torch_stream.h)
+# and lives in libtorch_cuda.so, which a CPU torch does not have; libtorch.so is there in both and
+# depends on what there is.
 
 set(PREFILL_TORCH_TARGET 2.10)
 set(prefill_torch_target_number 0x020a000000000000)
@@ -27,4 +31,6 @@ target_include_directories(prefill_torch SYSTEM INTERFACE ${prefill_torch_root}/
 target_compile_definitions(prefill_torch INTERFACE
   TORCH_TARGET_VERSION=${prefill_torch_target_number})
 target_link_libraries(prefill_torch INTERFACE ${prefill_torch_library})
+target_link_options(prefill_torch INTERFACE
+  LINKER:--no-as-needed ${prefill_torch_root}/lib/libtorch.so LINKER:--as-needed)
 message(STATUS "prefill: torch ${prefill_torch_version} headers, stable ABI ${PREFILL_TORCH_TARGET}")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
     not LIBRARY.is_file(), reason="this build has no kernels (PREFILL_KERNELS=OFF)"
 )
 
-NEEDED = {"libtorch_cpu.so", "libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6"}
+NEEDED = {"libtorch_cpu.so", "libtorch.so", "libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6"}
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OLD_GLIBC = {"libdl.so.2", "libpthread.so.0", "librt.so.1"}  # parts of libc before 2.34
 TORCH_STABLE = re.compile(r"(aoti_torch|torch)_[a-z0-9_]+")
@@ -235,7 +235,7 @@ def symbols() -> tuple[list[str], list[str]]:
 
 def test_needed_libraries() -> None:
     needed, run_paths = dynamic_section()
-    assert "libtorch_cpu.so" in needed
+    assert {"libtorch_cpu.so", "libtorch.so"} <= set(needed)
     assert set(needed) <= NEEDED | LOADERS | OLD_GLIBC
     assert not run_paths
 
