@@ -2,9 +2,9 @@
 // neighbouring columns in rows r and r + 8; only the nesting of the modes differs.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
 
 #include "common/kernel_key.h"
 
@@ -81,7 +81,8 @@ CUTE_DEVICE void apply_mask(Scores& scores, Coordinates const& coordinates, Mask
   using namespace cute;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const int row = min(first_row + static_cast<int>(get<0>(coordinates(r, _0{}))), mask.qo_len - 1);
+    const int row =
+        min(first_row + static_cast<int>(get<0>(coordinates(r, _0{}))), mask.qo_len - 1);
     const int begin = mask.row_begin(row) - first_key;
     const unsigned count = max(mask.row_end(row) - first_key - begin, 0);
     CUTE_UNROLL

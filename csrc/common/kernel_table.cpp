@@ -24,10 +24,12 @@ namespace {
 #include "build_info.inc"  // kVersion, kCuda, kCutlass, kTorchTarget; kArchs is a JSON object
 
 constexpr KernelEntry kKernels[] = {
-#define PREFILL_KERNEL(backend, dtype, qk, vo)              \
-  {Backend::backend, DType::dtype,                          \
-   qk,               vo,                                    \
-   &backend::kernel_info<DType::dtype, HeadDims<qk, vo>>,   \
+#define PREFILL_KERNEL(backend, dtype, qk, vo)            \
+  {Backend::backend,                                      \
+   DType::dtype,                                          \
+   qk,                                                    \
+   vo,                                                    \
+   &backend::kernel_info<DType::dtype, HeadDims<qk, vo>>, \
    &backend::launch<DType::dtype, HeadDims<qk, vo>>},
 #include "kernel_table.inc"
 #undef PREFILL_KERNEL
@@ -45,8 +47,8 @@ const KernelEntry* find_kernel(Backend backend, DType dtype, int head_dim_qk, in
   for (const KernelEntry& entry : kKernels) {
     const bool fits = entry.backend == backend && entry.dtype == dtype &&
                       head_dim_qk <= entry.head_dim_qk && head_dim_vo <= entry.head_dim_vo;
-    if (fits && (best == nullptr || entry.head_dim_qk + entry.head_dim_vo <
-                                        best->head_dim_qk + best->head_dim_vo)) {
+    if (fits && (best == nullptr ||
+                 entry.head_dim_qk + entry.head_dim_vo < best->head_dim_qk + best->head_dim_vo)) {
       best = &entry;
     }
   }

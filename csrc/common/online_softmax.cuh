@@ -28,9 +28,10 @@ struct OnlineSoftmax {
   static constexpr int kRows = kRows_;
   using Row = cute::array<float, kRows>;
 
-  // exp2(s c - m c) is one FFMA and one ex2, but keeps the rounding error of m c, up to 2^-24 of it.
-  // The error is the same for the whole row and cancels in the quotient, as long as m c is rounded
-  // alike wherever it stands (hence __fmul_rn) and 2 to its power is in range: below this bound.
+  // exp2(s c - m c) is one FFMA and one ex2, but keeps the rounding error of m c, up to 2^-24 of
+  // it. The error is the same for the whole row and cancels in the quotient, as long as m c is
+  // rounded alike wherever it stands (hence __fmul_rn) and 2 to its power is in range: below this
+  // bound.
   static constexpr float kFusedBound = 1073741824.f;  // 2^30
 
   float multiplier;  // > 0: logits in base-2 units are scores times this

@@ -31,7 +31,8 @@ struct TileSchedule {
     const int heads_left = num_heads - first_head;
     const int heads = heads_left < heads_per_section ? heads_left : heads_per_section;
     const int m_rank = within / heads;
-    return {last_rows_first ? num_m_tiles - 1 - m_rank : m_rank, first_head + within - m_rank * heads};
+    return {last_rows_first ? num_m_tiles - 1 - m_rank : m_rank,
+            first_head + within - m_rank * heads};
   }
 
   // A persistent grid of `num_blocks` takes its work in rounds, every other round in reverse: the
@@ -43,12 +44,12 @@ struct TileSchedule {
   static TileSchedule make(const PrefillParams& params, int tile_m) {
     constexpr int64_t kL2Share = int64_t{24} << 20;  // of 40 MB on A100, 50 to 60 MB on Hopper
     constexpr int64_t kElementBytes = 2;
-    const int64_t kv_head_bytes = int64_t{params.kv_len} *
-                                  (params.head_dim_qk + params.head_dim_vo) * kElementBytes;
+    const int64_t kv_head_bytes =
+        int64_t{params.kv_len} * (params.head_dim_qk + params.head_dim_vo) * kElementBytes;
     const int group = params.num_qo_heads / params.num_kv_heads;
     const int64_t kv_heads = kv_head_bytes < kL2Share ? kL2Share / kv_head_bytes : 1;
-    const int64_t heads = kv_heads * group < params.num_qo_heads ? kv_heads * group
-                                                                 : params.num_qo_heads;
+    const int64_t heads =
+        kv_heads * group < params.num_qo_heads ? kv_heads * group : params.num_qo_heads;
     const bool bounded_right = params.window_right < params.kv_len;
     return {(params.qo_len + tile_m - 1) / tile_m, params.num_qo_heads, static_cast<int>(heads),
             bounded_right};

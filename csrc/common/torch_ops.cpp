@@ -47,9 +47,9 @@ TensorView view(const Tensor& tensor) {
 
 HeadScale scale_view(const std::optional<Tensor>& scale, int num_heads) {
   if (!scale) return {nullptr, 0};
-  STD_TORCH_CHECK(scale->dim() == 1 && scale->size(0) == num_heads &&
-                      scale->scalar_type() == ScalarType::Float,
-                  "scales are float32 [num_heads] tensors");
+  STD_TORCH_CHECK(
+      scale->dim() == 1 && scale->size(0) == num_heads && scale->scalar_type() == ScalarType::Float,
+      "scales are float32 [num_heads] tensors");
   return {static_cast<const float*>(scale->data_ptr()), scale->stride(0)};
 }
 
@@ -62,8 +62,7 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
                           const std::optional<Tensor>& lse, const std::optional<Tensor>& scale_q,
                           const std::optional<Tensor>& scale_k,
                           const std::optional<Tensor>& scale_v, int64_t window_left,
-                          int64_t window_right, double sm_scale, double v_scale,
-                          double lse_scale) {
+                          int64_t window_right, double sm_scale, double v_scale, double lse_scale) {
   constexpr int64_t kMaxLength = int64_t{1} << 30;  // row and key indices stay in 32 bits
   PrefillParams params{};
   params.q = view(q);
@@ -113,10 +112,9 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
                std::optional<Tensor> scale_k, std::optional<Tensor> scale_v, int64_t window_left,
                int64_t window_right, double sm_scale, double v_scale, double lse_scale) {
   const PrefillParams params = make_params(q, k, v, out, lse, scale_q, scale_k, scale_v,
-                                           window_left, window_right, sm_scale, v_scale,
-                                           lse_scale);
-  const KernelEntry* kernel = find_kernel(parse_backend(backend), dtype_of(q), params.head_dim_qk,
-                                          params.head_dim_vo);
+                                           window_left, window_right, sm_scale, v_scale, lse_scale);
+  const KernelEntry* kernel =
+      find_kernel(parse_backend(backend), dtype_of(q), params.head_dim_qk, params.head_dim_vo);
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
                   params.head_dim_qk, " and ", params.head_dim_vo);
 

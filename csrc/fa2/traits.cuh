@@ -27,8 +27,9 @@ struct Traits {
   using MmaOp = std::conditional_t<kDType == DType::float16, SM80_16x8x16_F32F16F16F32_TN,
                                    SM80_16x8x16_F32BF16BF16F32_TN>;
   // Every warp owns whole rows; 16 columns at a time let one ldmatrix.x4 feed two mma.
-  using TiledMma = decltype(make_tiled_mma(MmaOp{}, Layout<Shape<Int<Tile<Dims>::kWarps>, _1, _1>>{},
-                                           cute::Tile<Int<Tile<Dims>::kWarps * 16>, _16, _16>{}));
+  using TiledMma =
+      decltype(make_tiled_mma(MmaOp{}, Layout<Shape<Int<Tile<Dims>::kWarps>, _1, _1>>{},
+                              cute::Tile<Int<Tile<Dims>::kWarps * 16>, _16, _16>{}));
 
   // Rows of 64 elements (128 bytes), 16-byte chunks swizzled over 8 rows: no bank conflicts for
   // cp.async, ldmatrix and ldmatrix.trans.

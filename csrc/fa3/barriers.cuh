@@ -1,4 +1,5 @@
-// Who waits for whom: mbarrier rings between producer and consumers, named barriers among consumers.
+// Who waits for whom: mbarrier rings between producer and consumers, named barriers among
+// consumers.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -37,8 +38,8 @@ struct RingCursor {
 
 // Ids of the hardware's 16 named barriers; 0 is __syncthreads.
 enum class NamedBarrier : int {
-  kTurn = 1,                  // one for each of up to 3 consumer warpgroups
-  kWarpgroup = kTurn + 3,     // likewise
+  kTurn = 1,               // one for each of up to 3 consumer warpgroups
+  kWarpgroup = kTurn + 3,  // likewise
 };
 
 CUTLASS_DEVICE void named_barrier_sync(NamedBarrier barrier, int index, int threads) {
@@ -62,9 +63,7 @@ struct Turn {
     if (warpgroup == kWarpgroups - 1) give();  // the first turn is warpgroup 0's
   }
 
-  CUTLASS_DEVICE void take() const {
-    named_barrier_sync(NamedBarrier::kTurn, warpgroup, kThreads);
-  }
+  CUTLASS_DEVICE void take() const { named_barrier_sync(NamedBarrier::kTurn, warpgroup, kThreads); }
 
   CUTLASS_DEVICE void give() const {
     const int next = warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1;

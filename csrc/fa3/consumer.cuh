@@ -76,12 +76,12 @@ struct Consumer {
     Tensor vt_tiles = make_tensor(make_smem_ptr(smem.v[0]), typename Traits::LayoutVt{});
     Tensor q_rows = local_tile(q_tile, Shape<Int<kWarpgroupRows>, Int<Traits::Dims::kQk>>{},
                                make_coord(warpgroup, _0{}));
-    Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);     // (MMA, MMA_M, MMA_K)
-    Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);    // (MMA, MMA_N, MMA_K, PIPE)
-    Tensor vt = mma_pv.get_slice(thread).partition_fragment_B(vt_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
+    Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);   // (MMA, MMA_M, MMA_K)
+    Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
+    Tensor vt =
+        mma_pv.get_slice(thread).partition_fragment_B(vt_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
 
-    Tensor scores =
-        partition_fragment_C(mma_qk, Shape<Int<kWarpgroupRows>, Int<Traits::kN>>{});
+    Tensor scores = partition_fragment_C(mma_qk, Shape<Int<kWarpgroupRows>, Int<Traits::kN>>{});
     Tensor score_rows = row_column_view(scores);
     Tensor out_rows = row_column_view(out);
     Tensor p_scores = make_tensor<T>(scores.layout());

@@ -45,8 +45,8 @@ CUTE_DEVICE void write_rows(Consumer<Traits>& consumer, PrefillParams const& par
   if (thread == 0) {
     if (first_row < params.qo_len) {
       for (int column = 0; column < params.head_dim_vo; column += Traits::kColumns) {
-        T const* box = consumer.smem.q + Traits::kM * column +
-                       warpgroup * kWarpgroupRows * Traits::kColumns;
+        T const* box =
+            consumer.smem.q + Traits::kM * column + warpgroup * kWarpgroupRows * Traits::kColumns;
         SM90_TMA_STORE_3D::copy(&maps.out, box, column, first_row, head);
       }
       tma_store_arrive();

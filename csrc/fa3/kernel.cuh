@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const int kv_head = work.head / group;
       const LogitScale scale = logit_scale(params, work.head, kv_head);
       typename Traits::Softmax softmax(scale.multiplier);
-      Tensor out = partition_fragment_C(
-          typename Traits::MmaPv{}, Shape<Int<kWarpgroupRows>, Int<Traits::Dims::kVo>>{});
+      Tensor out = partition_fragment_C(typename Traits::MmaPv{},
+                                        Shape<Int<kWarpgroupRows>, Int<Traits::Dims::kVo>>{});
       clear(out);
       consumer.wait_q();
       if (!tiles.empty()) consumer.attend(mask, tiles, scale, first_row, softmax, out);

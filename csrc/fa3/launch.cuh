@@ -30,8 +30,8 @@ cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, T
   error = encode(maps.v, params.v, type, params.head_dim_vo, params.kv_len, params.num_kv_heads,
                  Traits::kN);
   if (error != cudaSuccess) return error;
-  return encode(maps.out, params.out, type, params.head_dim_vo, params.qo_len,
-                params.num_qo_heads, kWarpgroupRows);
+  return encode(maps.out, params.out, type, params.head_dim_vo, params.qo_len, params.num_qo_heads,
+                kWarpgroupRows);
 }
 
 template <DType kDType, class Dims>
@@ -44,10 +44,10 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   TensorMaps maps;
-  error = encode_maps<Traits>(params,
-                              kDType == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                              maps);
+  error = encode_maps<Traits>(
+      params,
+      kDType == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      maps);
   if (error != cudaSuccess) return error;
 
   int device = 0, num_sms = 0;

@@ -35,9 +35,8 @@ struct Producer {
 
   CUTE_DEVICE void load_q(int first_row, int head) {
     smem.q_ring.empty[0].wait(q_cursor.phase ^ 1);
-    load_tile<Traits, Traits::kM, Traits::Dims::kQk>(maps.q, smem.q, smem.q_ring.full[0],
-                                                     TMA::CacheHintSm90::EVICT_FIRST, first_row,
-                                                     head);
+    load_tile<Traits, Traits::kM, Traits::Dims::kQk>(
+        maps.q, smem.q, smem.q_ring.full[0], TMA::CacheHintSm90::EVICT_FIRST, first_row, head);
     q_cursor.advance();
   }
 

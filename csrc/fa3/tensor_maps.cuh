@@ -17,8 +17,8 @@ inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)& encoder) {
   static void* entry = nullptr;
   static const cudaError_t error = [] {
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion(
-        "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                                12000, cudaEnableDefault, &result);
     if (status != cudaSuccess) return status;
     return result == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorInsufficientDriver;
   }();
@@ -43,10 +43,10 @@ inline cudaError_t encode(CUtensorMap& map, const TensorView& tensor, CUtensorMa
                                  stride_bytes(num_heads, tensor.head_stride)};
   const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result = encoder(
-      &map, type, 3, tensor.data, sizes, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder(&map, type, 3, tensor.data, sizes, strides, box, element_strides,
+              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

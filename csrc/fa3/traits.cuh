@@ -27,17 +27,17 @@ struct Traits {
   static constexpr int kStages = Tile<Dims>::kStages;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one producer
 
-  // An SM has 512 registers for each thread of a warpgroup, and runs one block. setmaxnreg counts in
-  // eights.
+  // An SM has 512 registers for each thread of a warpgroup, and runs one block. setmaxnreg counts
+  // in eights.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kWarpgroups / 8 * 8;
 
   // Each consumer warpgroup multiplies its own 64 rows.
   using MmaQk = decltype(make_tiled_mma(
       GMMA::ss_op_selector<T, T, float, Shape<_64, Int<kN>, Int<Dims::kQk>>>()));
-  using MmaPv = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<T, T, float, Shape<_64, Int<Dims::kVo>, Int<kN>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
+  using MmaPv =
+      decltype(make_tiled_mma(GMMA::rs_op_selector<T, T, float, Shape<_64, Int<Dims::kVo>, Int<kN>>,
+                                                   GMMA::Major::K, GMMA::Major::MN>()));
 
   static_assert(get<1>(typename MmaQk::AtomShape_MNK{}) == kN,
                 "this number of keys needs CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED");
