@@ -97,7 +97,7 @@ class StubKernel:
         if window_right >= 0:
             seen &= key <= position + window_right
         logits = logits.masked_fill(~seen, -math.inf)
-        weights = torch.nan_to_num(torch.softmax(logits, -1))
+        weights = torch.where(seen, torch.softmax(logits, -1), 0.0)
         result = torch.einsum("hij,jhd->ihd", weights, values)
         out.copy_(result * per_head_v[:, None].double() * v_scale)
         if lse is not None:

@@ -1,6 +1,4 @@
-"""Scales, windows, extreme logits, rows without keys, NaN that must not spread, real
-activations.
-"""
+"""Scales, windows, extreme logits, empty rows, NaN that must not spread, real activations."""
 
 from __future__ import annotations
 
