@@ -1,0 +1,226 @@
+"""What is measured: named grids of calls. A new grid is one entry of `GRIDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefill.request import FP8_DTYPES
+from prefill.support import dtype_name
+
+Unit = Literal["TFLOP/s", "us"]
+
+
+class Heads(NamedTuple):
+    """Query and key heads, head dims of QK and of V."""
+
+    qo: int
+    kv: int
+    dim_qk: int
+    dim_vo: int
+
+
+class Length(NamedTuple):
+    """Query rows and keys."""
+
+    qo: int
+    kv: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Arguments of the public function beside q, k, v and out.
+
+    A value may be a function `(case, device) -> Tensor`, which makes a mask or scales when the
+    inputs are made. `share` is the visible part of all pairs where `causal` and `window_left` do
+    not say it, as with a custom mask.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    share: float | None = None
+
+
+FULL_AND_CAUSAL: Mapping[str, Variant] = {"full": Variant(), "causal": Variant({"causal": True})}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The product of heads, variants and lengths; `unit` is what its table shows."""
+
+    heads: tuple[Heads, ...]
+    lengths: tuple[Length, ...]
+    variants: Mapping[str, Variant] = field(default_factory=lambda: FULL_AND_CAUSAL)
+    dtype: torch.dtype = torch.bfloat16
+    unit: Unit = "TFLOP/s"
+
+
+def square(*lengths: int) -> tuple[Length, ...]:
+    return tuple(Length(length, length) for length in lengths)
+
+
+GRIDS: dict[str, Grid] = {
+    "core": Grid(
+        heads=(Heads(32, 8, 128, 128),),
+        lengths=square(512, 1024, 2048, 4096, 8192, 16384, 32768),
+    ),
+    "dims": Grid(
+        heads=(Heads(32, 8, 64, 64), Heads(16, 4, 256, 256), Heads(32, 32, 192, 128)),
+        lengths=square(2048, 8192, 16384),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One independent set of tensors of a case, and the arguments, which all its sets share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a grid."""
+
+    heads: Heads
+    length: Length
+    variant_name: str
+    variant: Variant
+    dtype: torch.dtype
+    unit: Unit = "TFLOP/s"
+
+    @property
+    def name(self) -> str:
+        dims = f"d{self.heads.dim_qk}"
+        if self.heads.dim_vo != self.heads.dim_qk:
+            dims += f"/{self.heads.dim_vo}"
+        length = length_text(self.length.kv)
+        if self.length.qo != self.length.kv:
+            length = f"q{length_text(self.length.qo)} kv{length}"
+        kind = "" if self.dtype == torch.bfloat16 else f"{dtype_name(self.dtype)} "
+        return f"{kind}{dims} {length} {self.variant_name}"
+
+    @property
+    def o_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype in FP8_DTYPES else self.dtype
+
+    @property
+    def pairs(self) -> float:
+        """Visible pairs of row and key, as an area: causal over a square is half of it."""
+        if self.variant.share is not None:
+            return self.variant.share * self.length.qo * self.length.kv
+        arguments = self.variant.arguments
+        return visible_pairs(
+            *self.length, arguments.get("causal", False), arguments.get("window_left", -1)
+        )
+
+    @property
+    def flop(self) -> float:
+        """Multiplications and additions of both products over the visible pairs."""
+        return 2.0 * self.pairs * self.heads.qo * (self.heads.dim_qk + self.heads.dim_vo)
+
+    @property
+    def input_bytes(self) -> int:
+        qo, kv = self.length
+        dims = self.heads.dim_qk + self.heads.dim_vo
+        elements = qo * self.heads.qo * self.heads.dim_qk + kv * self.heads.kv * dims
+        return elements * self.dtype.itemsize
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        return self.length.qo, self.heads.qo, self.heads.dim_vo
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """The variant's arguments, tensors made."""
+        made = dict(self.variant.arguments)
+        for name, value in made.items():
+            if callable(value):
+                make: Callable[[Case, torch.device], Tensor] = value
+                made[name] = make(self, device)
+        return made
+
+    def inputs(self, device: torch.device, arguments: Mapping[str, Any], seed: int) -> Inputs:
+        """Random normal inputs: zeros would draw less power and run faster."""
+        generator = torch.Generator(device).manual_seed(seed)
+        heads = self.heads
+
+        def normal(length: int, count: int, dim: int) -> Tensor:
+            shape = (length, count, dim)
+            return torch.randn(shape, generator=generator, device=device).to(self.dtype)
+
+        return Inputs(
+            normal(self.length.qo, heads.qo, heads.dim_qk),
+            normal(self.length.kv, heads.kv, heads.dim_qk),
+            normal(self.length.kv, heads.kv, heads.dim_vo),
+            arguments,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """For the JSON."""
+        return {
+            "name": self.name,
+            "dtype": dtype_name(self.dtype),
+            "qo_len": self.length.qo,
+            "kv_len": self.length.kv,
+            "num_qo_heads": self.heads.qo,
+            "num_kv_heads": self.heads.kv,
+            "head_dim_qk": self.heads.dim_qk,
+            "head_dim_vo": self.heads.dim_vo,
+            "variant": self.variant_name,
+            "flop": self.flop,
+            "unit": self.unit,
+        }
+
+
+def visible_pairs(qo_len: int, kv_len: int, causal: bool, window_left: int) -> float:
+    def triangle(side: int) -> float:
+        return max(side, 0) ** 2 / 2
+
+    offset = kv_len - qo_len
+    pairs = triangle(kv_len) - triangle(offset) if causal else float(qo_len * kv_len)
+    if window_left >= 0:
+        width = window_left + 1
+        pairs -= triangle(kv_len - width) - triangle(offset - width)
+    return pairs
+
+
+def expand(grid: Grid, dtype: torch.dtype | None = None) -> list[Case]:
+    """All cases of the grid, in the grid's dtype or another."""
+    return [
+        Case(heads, length, name, variant, dtype or grid.dtype, grid.unit)
+        for heads in grid.heads
+        for name, variant in grid.variants.items()
+        for length in grid.lengths
+    ]
+
+
+def select(cases: Sequence[Case], lengths: Sequence[int], match: str) -> list[Case]:
+    """Those of the lengths, if any are given, whose name holds `match`."""
+    return [
+        case
+        for case in cases
+        if (not lengths or case.length.kv in lengths) and match.lower() in case.name.lower()
+    ]
+
+
+def length_text(length: int) -> str:
+    return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Read "512,1k 32k"; ValueError where a word is no length."""
+    lengths = []
+    for word in text.replace(",", " ").split():
+        number, factor = (word[:-1], 1024) if word[-1] in "kK" else (word, 1)
+        if not number.isdecimal() or int(number) == 0:
+            raise ValueError(f"{word!r} is not a length such as 512 or 4k")
+        lengths.append(int(number) * factor)
+    if not lengths:
+        raise ValueError("no length is given")
+    return lengths

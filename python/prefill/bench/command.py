@@ -1,0 +1,164 @@
+"""`python -m prefill bench`: its arguments, and one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefill.bench import machine, report, timing
+from prefill.bench.cases import GRIDS, Case, expand, length_text, parse_lengths, select
+from prefill.bench.contenders import Contender, available
+from prefill.bench.host import host_times
+
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--grid", choices=GRIDS, help="the cases: core (the default) or another")
+    parser.add_argument("--lengths", metavar="LIST", help="only these of the grid, such as 512,4k")
+    parser.add_argument("--match", default="", help="only cases whose name holds this text")
+    parser.add_argument("--dtype", choices=DTYPES, help="instead of the grid's")
+    parser.add_argument("--contenders", metavar="LIST", help="only these, such as fa3,cudnn")
+    parser.add_argument(
+        "--regime",
+        choices=(*timing.REGIMES, "both"),
+        default="both",
+        help="burst: 30 ms pauses; sustained: half a second of load before what is timed",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--host", action="store_true", help="host time of an eager call")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write all figures")
+    parser.add_argument("--plot", metavar="PATH", type=Path, help="draw them (needs matplotlib)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure what the options say. 0; 1 if a contender's result is wrong; 2 if nothing can run."""
+    try:
+        cases = _cases(options)
+        contenders = _contenders(options)
+    except ValueError as error:
+        return _refuse(str(error))
+    if options.plot is not None and report.require_matplotlib():
+        return _refuse(report.require_matplotlib())
+    if not torch.cuda.is_available():
+        why = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
+        return _refuse(f"it times kernels on a GPU, and torch sees no CUDA device{why}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    regimes = timing.REGIMES if options.regime == "both" else (options.regime,)
+    effort = timing.QUICK if options.quick else timing.NORMAL
+    began = time.monotonic()
+    results: dict[str, Any] = {
+        "format": report.FORMAT,
+        "grid": options.grid or "core",
+        "regimes": list(regimes),
+        "contenders": list(contenders),
+        "effort": effort._asdict(),
+        "software": machine.software(),
+        "card": machine.card(device),
+        "nvidia_smi": {"start": machine.nvidia_smi(device), "end": None},
+        "host": None,
+        "cases": [],
+    }
+    print(_headline(results))
+    if options.host:
+        results["host"] = host_times(contenders, device)
+        print("\nhost time of one eager call\n" + report.host_table(results["host"]) + "\n")
+        for name, result in results["host"].items():
+            if "refused" in result:
+                print(f"{name}: refused: {result['refused']}")
+    clock = machine.SmClock(device)
+    for number, case in enumerate(cases):
+        measured = _measure(case, list(contenders.values()), device, clock, regimes, effort)
+        results["cases"].append(measured)
+        for regime in regimes:
+            count = f"[{number + 1}/{len(cases)}]"
+            print(f"{count} {report.progress(measured, regime)}", flush=True)
+        _write(results, began, options.json)  # should a later case die
+    results["nvidia_smi"]["end"] = machine.nvidia_smi(device)
+    _write(results, began, options.json)
+    _print_tables(results)
+    if options.plot is not None and cases:
+        report.plot(results["cases"], list(contenders), options.plot, _headline(results))
+    return 1 if report.any_wrong(results["cases"]) else 0
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    if options.host and options.grid is None:
+        return []  # host times alone, unless a grid is asked for
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    cases = expand(GRIDS[options.grid or "core"], dtype)
+    lengths = parse_lengths(options.lengths) if options.lengths is not None else []
+    chosen = select(cases, lengths, options.match)
+    if not chosen:
+        have = ", ".join(length_text(n) for n in sorted({case.length.kv for case in cases}))
+        raise ValueError(
+            f"no case of grid {options.grid or 'core'} is left; its lengths are {have}, "
+            f"its cases are named like {cases[0].name!r}"
+        )
+    return chosen
+
+
+def _contenders(options: argparse.Namespace) -> dict[str, Contender]:
+    every = available()
+    if options.contenders is None:
+        return every
+    names = options.contenders.replace(",", " ").split()
+    unknown = [name for name in names if name not in every]
+    if unknown or not names:
+        raise ValueError(f"contenders here are {', '.join(every)}; not {options.contenders!r}")
+    return {name: contender for name, contender in every.items() if name in names}
+
+
+def _measure(
+    case: Case,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    clock: machine.SmClock,
+    regimes: Sequence[str],
+    effort: timing.Effort,
+) -> dict[str, Any]:
+    prepared = timing.prepare(case, contenders, device, clock)
+    samples = timing.measure(prepared.runners, regimes, effort)
+    return report.case_result(case, prepared.sets, samples, prepared.refused, prepared.wrong)
+
+
+def _write(results: dict[str, Any], began: float, path: Path | None) -> None:
+    results["seconds"] = time.monotonic() - began
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _headline(results: dict[str, Any]) -> str:
+    software, smi = results["software"], results["nvidia_smi"]["start"] or {}
+    return (
+        f"{results['card']['name']}, driver {smi.get('driver_version', 'unknown')}, "
+        f"torch {software['torch']}, CUDA {software['cuda']}, cuDNN {software['cudnn']}, "
+        f"prefill {software['commit'][:12]}"
+    )
+
+
+def _print_tables(results: dict[str, Any]) -> None:
+    cases = results["cases"]
+    for regime in results["regimes"] if cases else ():
+        unit = cases[0]["unit"]
+        print(f"\n{regime}, median {unit} of GPU time (causal counted as half):")
+        print(report.result_table(cases, results["contenders"], regime))
+    for line in report.remarks(cases):
+        print(line)
+    for moment, smi in results["nvidia_smi"].items():
+        if smi is not None:
+            told = ", ".join(f"{key} {value}" for key, value in list(smi.items())[2:])
+            print(f"nvidia-smi, {moment}: {told}")
+    print(f"{results['seconds']:.0f} s")
+
+
+def _refuse(reason: str) -> int:
+    print(f"python -m prefill bench: {reason}", file=sys.stderr)
+    return 2

@@ -1,0 +1,164 @@
+"""Who runs a case: this package's backends, torch's SDPA, FlashInfer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from prefill.api import single_prefill_with_kv_cache
+from prefill.bench.cases import Case, Inputs
+
+Call = Callable[[], Tensor]
+
+
+class Contender(Protocol):
+    """One implementation."""
+
+    @property
+    def name(self) -> str: ...
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What must be entered around its calls; costs nothing inside it."""
+        ...
+
+    def prepare(self, case: Case, inputs: Inputs) -> Call:
+        """A call that does the work and nothing else; raises where it cannot be."""
+        ...
+
+    def as_nhd(self, out: Tensor) -> Tensor:
+        """The call's result as [qo_len, num_qo_heads, head_dim_vo], a view."""
+        ...
+
+
+class Ours:
+    """A forced backend of this package, into an output that is already there."""
+
+    def __init__(self, backend: str) -> None:
+        self.name = backend
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, case: Case, inputs: Inputs) -> Call:
+        out = torch.empty(case.output_shape, dtype=case.o_dtype, device=inputs.q.device)
+        q, k, v, arguments, backend = inputs.q, inputs.k, inputs.v, inputs.arguments, self.name
+
+        def call() -> Tensor:
+            result: Tensor = single_prefill_with_kv_cache(
+                q, k, v, backend=backend, out=out, **arguments
+            )
+            return result
+
+        return call
+
+    def as_nhd(self, out: Tensor) -> Tensor:
+        return out
+
+
+class Sdpa:
+    """`scaled_dot_product_attention` on one of its backends, on views of the same tensors."""
+
+    def __init__(self, name: str, backend: SDPBackend) -> None:
+        self.name = name
+        self._backend = backend
+
+    def context(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = sdpa_kernel(self._backend)
+        return context
+
+    def prepare(self, case: Case, inputs: Inputs) -> Call:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (inputs.q, inputs.k, inputs.v))
+        options: dict[str, Any] = {}
+        for name, value in inputs.arguments.items():
+            if name == "causal":
+                if value and case.length.qo not in (1, case.length.kv):
+                    raise NotImplementedError("SDPA aligns its causal mask to the first key")
+                options["is_causal"] = value and case.length.qo > 1
+            elif name == "custom_mask":
+                options["attn_mask"] = value
+            elif name == "sm_scale":
+                options["scale"] = value
+            else:
+                raise NotImplementedError(f"SDPA has no {name}")
+        if case.heads.qo != case.heads.kv:
+            options["enable_gqa"] = True
+
+        def call() -> Tensor:
+            return scaled_dot_product_attention(q, k, v, **options)
+
+        return call
+
+    def as_nhd(self, out: Tensor) -> Tensor:
+        return out[0].transpose(0, 1)
+
+
+class FlashInfer:
+    """FlashInfer's function of the same name, on the backend that it chooses."""
+
+    name = "flashinfer"
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, case: Case, inputs: Inputs) -> Call:
+        function = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+        q, k, v, arguments = inputs.q, inputs.k, inputs.v, inputs.arguments
+
+        def call() -> Tensor:
+            result: Tensor = function(q, k, v, **arguments)
+            return result
+
+        return call
+
+    def as_nhd(self, out: Tensor) -> Tensor:
+        return out
+
+
+def available() -> dict[str, Contender]:
+    """All contenders by name, in the order of the table; FlashInfer only where installed."""
+    contenders: list[Contender] = [
+        Ours("fa3"),
+        Ours("fa2"),
+        Sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
+        Sdpa("flash", SDPBackend.FLASH_ATTENTION),
+    ]
+    if importlib.util.find_spec("flashinfer") is not None:
+        contenders.append(FlashInfer())
+    return {contender.name: contender for contender in contenders}
+
+
+RATIOS: dict[str, tuple[tuple[str, ...], str]] = {
+    "ours/cudnn": (("fa3", "fa2"), "cudnn"),
+    "fa2/flash": (("fa2",), "flash"),
+}
+"""Speed of the first contender named that ran, over that of the second."""
+
+
+def attempt(contender: Contender, function: Callable[[], Any]) -> tuple[Any, str]:
+    """The function's result inside the contender's context, and "", or None and why not.
+
+    SDPA tells why a backend cannot run in warnings, and raises an error without a reason.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with contender.context():
+                return function(), ""
+        except Exception as error:
+            told = dict.fromkeys(_first_line(str(warning.message)) for warning in caught)
+            text = f"{type(error).__name__}: {_first_line(str(error))}"
+            return None, "; ".join([text, *told])
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0].partition(" (Triggered internally")[0] if lines else ""
