@@ -35,6 +35,14 @@ struct TileSchedule {
             first_head + within - m_rank * heads};
   }
 
+  // The size of a persistent grid of which `num_sms` blocks run at a time. Rounds share the work
+  // evenly where all tiles are alike or come longest first throughout. Otherwise there is a block
+  // for each tile: the hardware gives the next one to whoever is free.
+  PREFILL_HOST_DEVICE int num_blocks(int num_sms) const {
+    const bool rounds_are_even = !last_rows_first || heads_per_section >= num_heads;
+    return rounds_are_even && num_sms < num_tiles() ? num_sms : num_tiles();
+  }
+
   // A persistent grid of `num_blocks` takes its work in rounds, every other round in reverse: the
   // block that got the longest tile of one round gets the shortest of the next.
   PREFILL_HOST_DEVICE static int work_index(int round, int block, int num_blocks) {
@@ -42,7 +50,7 @@ struct TileSchedule {
   }
 
   static TileSchedule make(const PrefillParams& params, int tile_m) {
-    constexpr int64_t kL2Share = int64_t{24} << 20;  // of 40 MB on A100, 50 to 60 MB on Hopper
+    constexpr int64_t kL2Share = int64_t{32} << 20;  // of 40 MB on A100, 50 to 60 MB on Hopper
     constexpr int64_t kElementBytes = 2;
     const int64_t kv_head_bytes =
         int64_t{params.kv_len} * (params.head_dim_qk + params.head_dim_vo) * kElementBytes;

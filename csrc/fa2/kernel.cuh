@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
                       tiles.end - 1};
   if (!tiles.empty()) {
     load_rows<Traits, Traits::kM, Traits::Dims::kQk>(
-        HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row,
-        make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{}));
+        HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row, smem.q);
     CUTE_UNROLL
     for (int i = 0; i < Traits::kSlots - 1; ++i) ring.load_next();  // Q is in the first group
   }

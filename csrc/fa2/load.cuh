@@ -22,28 +22,30 @@ struct HeadRows {
   }
 };
 
-// Copies rows [first_row, first_row + kRows) into `destination`, a (kRows, kCols) tile. Eight
-// threads read the 128 bytes of one row's 64 columns.
-template <class Traits, int kRows, int kCols, class T, class SmemTensor>
-CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, SmemTensor&& destination) {
+// Copies rows [first_row, first_row + kRows) to `tile`, laid out as Traits::SmemLayout<kRows,
+// kCols>. Eight threads read the 128 bytes of one row's 64 columns.
+template <class Traits, int kRows, int kCols, class T>
+CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, T* tile) {
   constexpr int kChunk = 16 / sizeof(T);
   constexpr int kChunks = Traits::kColumns / kChunk;
   constexpr int kRowStep = Traits::kThreads / kChunks;
   static_assert(kRows % kRowStep == 0, "every thread copies the same number of rows");
+  static_assert(kRowStep % 8 == 0, "a thread's chunks are swizzled alike in all of its rows");
   const int thread_row = threadIdx.x / kChunks;
   const int thread_column = threadIdx.x % kChunks * kChunk;
+  const typename Traits::template SmemLayout<kRows, kCols> layout;
+  T* to = tile + layout(thread_row, thread_column);
   const T* from = source.data + (first_row + thread_row) * source.row_stride + thread_column;
   CUTE_UNROLL
   for (int row = 0; row < kRows; row += kRowStep) {
     const bool row_exists = first_row + thread_row + row < source.num_rows;
     CUTE_UNROLL
     for (int column = 0; column < kCols; column += Traits::kColumns) {
+      // What does not exist is not read: its address does not matter.
       const bool exists = row_exists && thread_column + column < source.head_dim;
-      // An element that does not exist is not read, but its address should still be a valid one.
-      const T* address = exists ? from + column : source.data;
-      T* to = &destination(thread_row + row, thread_column + column);
-      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<const uint128_t*>(address),
-                                                       *reinterpret_cast<uint128_t*>(to), exists);
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
+          *reinterpret_cast<const uint128_t*>(from + column),
+          *reinterpret_cast<uint128_t*>(to + row * Traits::kColumns + column * kRows), exists);
     }
     from += kRowStep * source.row_stride;
   }
@@ -69,11 +71,9 @@ struct KvRing {
     if (next < num_loads) {
       const int first_row = (last_tile - next / 2) * Traits::kN;
       if (next % 2 == 0) {
-        load_rows<Traits, Traits::kN, Traits::Dims::kQk>(
-            k, first_row, make_tensor(make_smem_ptr(slot(next)), typename Traits::LayoutK{}));
+        load_rows<Traits, Traits::kN, Traits::Dims::kQk>(k, first_row, slot(next));
       } else {
-        load_rows<Traits, Traits::kN, Traits::Dims::kVo>(
-            v, first_row, make_tensor(make_smem_ptr(slot(next)), typename Traits::LayoutV{}));
+        load_rows<Traits, Traits::kN, Traits::Dims::kVo>(v, first_row, slot(next));
       }
     }
     cp_async_fence();
