@@ -135,6 +135,17 @@ def test_window_agrees_with_sdpa_over_many_blocks(monkeypatch):
         torch.testing.assert_close(out.double(), expected[0].transpose(0, 1), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("window_left", [0, 3])
+def test_window_and_mask_must_both_hold(window_left):
+    q, k, v = make_qkv(9, 20, (2, 1), 8)
+    keep = torch.ones(9, 20, dtype=torch.bool).tril(11)
+    keep[:, ::3] = False
+    for mask in ({"custom_mask": keep}, {"packed_custom_mask": packbits(keep, "little")}):
+        out, _ = assert_exact(q, k, v, window_left=window_left, **mask)
+        unbounded, _ = reference(q, k, v, **mask)
+        assert not torch.equal(out, unbounded)
+
+
 class TestRanges:
     """visible_keys and range_mask against the definition, brute force."""
 
