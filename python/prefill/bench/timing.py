@@ -191,12 +191,12 @@ class GraphRunner:
     def estimate(self) -> None:
         """Measure `replay_seconds`, for the plan."""
         self._replay()
-        self.replay_seconds = max(1e-6, min(self._timed_once(0) for _ in range(2)))
+        self.replay_seconds = max(1e-6, min(self._timed_once() for _ in range(2)))
 
     def burst(self) -> float:
         torch.cuda.synchronize()
         time.sleep(GAP)
-        return self._timed_once(SPIN_CYCLES) / self._per_graph
+        return self._timed_once() / self._per_graph
 
     def sustained(self, replays: int) -> tuple[list[float], int | None]:
         for _ in range(math.ceil(WARM / self.replay_seconds)):
@@ -215,11 +215,10 @@ class GraphRunner:
         self._graphs[self._turn].replay()
         self._turn = (self._turn + 1) % len(self._graphs)
 
-    def _timed_once(self, spin_cycles: int) -> float:
+    def _timed_once(self) -> float:
         start, end = _event(), _event()
-        if spin_cycles:  # the GPU is busy until all is queued, so no launch is timed
-            spin: Any = torch.cuda._sleep
-            spin(spin_cycles)
+        spin: Any = torch.cuda._sleep
+        spin(SPIN_CYCLES)  # the GPU is busy until all is queued, so no launch is timed
         start.record()
         self._replay()
         end.record()

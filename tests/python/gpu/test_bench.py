@@ -1,0 +1,30 @@
+"""A short benchmark on the GPU: it runs, its figures are possible, and its results are checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from prefill.__main__ import main
+
+
+def test_bench(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--contenders", f"{backend},flash", "--match", "causal", "--lengths", "512 8k"]
+    assert main(["bench", "--quick", *arguments, "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    short, long = written["cases"]
+    assert short["input_sets"] > long["input_sets"] >= 3
+    for case in written["cases"]:
+        for regime in ("burst", "sustained"):
+            figures = case["results"][backend][regime]
+            assert 0 < figures["low"] <= figures["median"] <= figures["high"]
+            assert 1 < figures["tflops"] < 3000
+    assert written["software"]["kernels_sha256"] is not None
+
+
+def test_host(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert main(["bench", "--host", "--contenders", backend, "--json", str(path)]) == 0
+    host = json.loads(path.read_text())["host"]
+    assert all(1e-7 < host[name]["median"] < 1e-3 for name in ("auto", backend))
