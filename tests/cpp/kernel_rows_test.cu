@@ -306,15 +306,18 @@ std::vector<Case> small_cases(const KernelInfo& info) {
   };
 }
 
-// What needs many heads or many keys, and is tried with one pair of head dims.
+// What needs many heads or many keys, and is tried with one pair of head dims. All have more tiles
+// than there are SMs.
 std::vector<Case> large_cases(const KernelEntry& entry, int num_sms) {
   const KernelInfo info = entry.info();
-  // Two of these KV heads are more than TileSchedule lets share the L2 cache.
-  const int long_kv = (13 << 20) / (2 * (entry.head_dim_qk + entry.head_dim_vo));
+  constexpr int U = kUnbounded;
+  // Two KV heads of 17 MB are more than TileSchedule lets share the L2 cache.
+  const int long_kv = (17 << 20) / (2 * (entry.head_dim_qk + entry.head_dim_vo));
+  const int third = num_sms / 3 + 1;
   return {
-      {"three rounds over all SMs", info.tile_m + 1, info.tile_n + 1, num_sms / 2 + 2, 2,
-       kUnbounded, 0, Layout::nhd},
-      {"sections of heads", 3, long_kv, 3, 2, kUnbounded, 0, Layout::nhd},
+      {"three rounds", info.tile_m + 1, info.tile_n + 1, num_sms / 2 + 2, 2, U, 0, Layout::nhd},
+      {"sections of heads", 2, long_kv, 3, third, U, U, Layout::nhd},
+      {"causal sections of heads", 2, long_kv, 3, third, U, 0, Layout::nhd},
   };
 }
 
