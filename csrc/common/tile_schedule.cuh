@@ -13,8 +13,9 @@ struct WorkTile {
   int head;
 };
 
-// Heads are visited in sections whose K and V fit in the L2 cache together. Within a section the
-// row tiles with the most keys come first, so that the short ones fill the end.
+// Row tiles with the most keys come first, over all heads, so that the short ones fill the end.
+// Where all have the same number of keys, heads are visited in sections whose K and V fit in the L2
+// cache together instead.
 struct TileSchedule {
   int num_m_tiles;
   int num_heads;
@@ -35,14 +36,6 @@ struct TileSchedule {
             first_head + within - m_rank * heads};
   }
 
-  // The size of a persistent grid of which `num_sms` blocks run at a time. Rounds share the work
-  // evenly where all tiles are alike or come longest first throughout. Otherwise there is a block
-  // for each tile: the hardware gives the next one to whoever is free.
-  PREFILL_HOST_DEVICE int num_blocks(int num_sms) const {
-    const bool rounds_are_even = !last_rows_first || heads_per_section >= num_heads;
-    return rounds_are_even && num_sms < num_tiles() ? num_sms : num_tiles();
-  }
-
   // A persistent grid of `num_blocks` takes its work in rounds, every other round in reverse: the
   // block that got the longest tile of one round gets the shortest of the next.
   PREFILL_HOST_DEVICE static int work_index(int round, int block, int num_blocks) {
@@ -54,13 +47,12 @@ struct TileSchedule {
     constexpr int64_t kElementBytes = 2;
     const int64_t kv_head_bytes =
         int64_t{params.kv_len} * (params.head_dim_qk + params.head_dim_vo) * kElementBytes;
-    const int group = params.num_qo_heads / params.num_kv_heads;
     const int64_t kv_heads = kv_head_bytes < kL2Share ? kL2Share / kv_head_bytes : 1;
-    const int64_t heads =
-        kv_heads * group < params.num_qo_heads ? kv_heads * group : params.num_qo_heads;
-    const bool bounded_right = params.window_right < params.kv_len;
-    return {(params.qo_len + tile_m - 1) / tile_m, params.num_qo_heads, static_cast<int>(heads),
-            bounded_right};
+    const int64_t section = kv_heads * (params.num_qo_heads / params.num_kv_heads);
+    const bool last_rows_first = params.window_right < params.kv_len;
+    const bool one_section = last_rows_first || section >= params.num_qo_heads;
+    return {(params.qo_len + tile_m - 1) / tile_m, params.num_qo_heads,
+            one_section ? params.num_qo_heads : static_cast<int>(section), last_rows_first};
   }
 };
 

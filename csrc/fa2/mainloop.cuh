@@ -74,6 +74,8 @@ CUTE_DEVICE void attend(typename Traits::SharedStorage& smem, KvRing<Traits>& ri
     clear(scores);
     Tensor k = make_tensor(make_smem_ptr(ring.acquire(sequence++)), typename Traits::LayoutK{});
     gemm_smem<T>(tiled_mma, copy_q, copy_k, q, k, scores);
+    T* v_slot = nullptr;
+    if constexpr (Traits::kEarlyV) v_slot = ring.acquire(sequence++);
 
     Tensor rows = row_column_view(scores);
     if (scale.factor != 1.f || tiles.template needs_mask<Traits::kN>(tile)) {
@@ -86,7 +88,8 @@ CUTE_DEVICE void attend(typename Traits::SharedStorage& smem, KvRing<Traits>& ri
     Tensor p = make_tensor<T>(scores.layout());
     convert_fragment<T>(scores, p);
 
-    Tensor vt = make_tensor(make_smem_ptr(ring.acquire(sequence++)), typename Traits::LayoutVt{});
+    if constexpr (!Traits::kEarlyV) v_slot = ring.acquire(sequence++);
+    Tensor vt = make_tensor(make_smem_ptr(v_slot), typename Traits::LayoutVt{});
     Tensor p_operand = make_tensor(p.data(), operand_a_layout(p.layout()));
     gemm_registers<T>(tiled_mma, copy_v, p_operand, vt, out);
   }

@@ -21,6 +21,7 @@ struct Traits {
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
   static constexpr int kSlots = Tile<Dims>::kSlots;
+  static constexpr bool kEarlyV = Tile<Dims>::kEarlyV;
   static constexpr int kThreads = Tile<Dims>::kWarps * 32;
   static_assert(kSlots >= 2, "a tile is loaded while another one is in use");
 

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "common/kernel_key.h"
 #include "common/params.h"
 #include "common/smem_limit.h"
@@ -55,8 +57,8 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   const TileSchedule schedule = TileSchedule::make(params, Traits::kM);
-  kernel<<<schedule.num_blocks(num_sms), Traits::kThreads, kSmemBytes, stream>>>(params, maps,
-                                                                                 schedule);
+  kernel<<<std::min(schedule.num_tiles(), num_sms), Traits::kThreads, kSmemBytes, stream>>>(
+      params, maps, schedule);
   return cudaGetLastError();
 }
 
