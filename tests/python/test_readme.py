@@ -31,7 +31,7 @@ def kernel_table(build: support.BuildInfo) -> str:
 def listed_kernels() -> int:
     """How many kernels the list has: the product of dtypes and head dims of each family."""
     text = (ROOT / "cmake/PrefillKernels.cmake").read_text()
-    families = re.findall(r"DTYPES ([^\n]+)\n\s*HEAD_DIMS ([^)]+)\)", text)
+    families = re.findall(r"DTYPES ([^\n]+)\n\s*HEAD_DIMS ([0-9x ]+)", text)
     return sum(len(dtypes.split()) * len(dims.split()) for dtypes, dims in families)
 
 
