@@ -25,6 +25,8 @@ std::ostream& operator<<(std::ostream& stream, const TileSchedule& schedule) {
 // Sections one after the other, row tiles from one end within a section, heads one after the other
 // within a row tile. That leaves one order, in which every (row tile, head) comes once.
 void check_order(const TileSchedule& schedule) {
+  CHECK(schedule.heads_per_section >= 1, schedule);
+  if (schedule.heads_per_section < 1) return;
   int index = 0;
   for (int section = 0; section < schedule.num_heads; section += schedule.heads_per_section) {
     for (int rank = 0; rank < schedule.num_m_tiles; ++rank) {
