@@ -317,7 +317,7 @@ std::vector<Case> large_cases(const KernelEntry& entry, int num_sms) {
   return {
       {"three rounds", info.tile_m + 1, info.tile_n + 1, num_sms / 2 + 2, 2, U, 0, Layout::nhd},
       {"sections of heads", 2, long_kv, 3, third, U, U, Layout::nhd},
-      {"causal sections of heads", 2, long_kv, 3, third, U, 0, Layout::nhd},
+      {"causal, heads beyond L2", 2, long_kv, 3, third, U, 0, Layout::nhd},
   };
 }
 
