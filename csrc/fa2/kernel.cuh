@@ -26,24 +26,20 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const KvTileRange tiles = mask.kv_tiles<Traits::kM, Traits::kN>(first_row);
   const LogitScale scale = logit_scale(params, work.head, kv_head);
 
-  KvRing<Traits> ring{HeadRows<T>::of(params.k, kv_head, params.kv_len, params.head_dim_qk),
-                      HeadRows<T>::of(params.v, kv_head, params.kv_len, params.head_dim_vo),
-                      &smem.slots[0][0],
-                      0,
-                      2 * (tiles.end - tiles.begin),
-                      tiles.end - 1};
+  const KvLoader<Traits> loader{
+      HeadRows<T>::of(params.k, kv_head, params.kv_len, params.head_dim_qk),
+      HeadRows<T>::of(params.v, kv_head, params.kv_len, params.head_dim_vo), smem};
   if (!tiles.empty()) {
     load_rows<Traits, Traits::kM, Traits::Dims::kQk>(
         HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row, smem.q);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kSlots - 1; ++i) ring.load_next();  // Q is in the first group
+    loader.start_k(tiles.end - 1);
   }
 
   typename Traits::Softmax softmax(scale.multiplier);
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
-  attend<Traits>(smem, ring, mask, tiles, scale, first_row, softmax, out);
+  attend<Traits>(loader, mask, tiles, scale, first_row, softmax, out);
   write_tile<Traits>(smem, params, work.head, first_row, value_scale(params, kv_head), softmax,
                      out);
 }

@@ -13,7 +13,7 @@ namespace prefill::fa2 {
 template <DType kDType, class Dims>
 KernelInfo kernel_info() {
   using Traits = Traits<kDType, Dims>;
-  return {Traits::kM, Traits::kN, Traits::kSlots, Traits::kThreads,
+  return {Traits::kM, Traits::kN, /*stages=*/1, Traits::kThreads,
           static_cast<int>(sizeof(typename Traits::SharedStorage))};
 }
 

@@ -51,42 +51,28 @@ CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, T* tile) {
   }
 }
 
-// K and V tiles pass through a ring of slots in the order in which they are used: K of the last
-// KV tile, its V, K of the tile before, and so on.
+// K and V of one KV head. Shared memory holds one tile of each; while one is in use, the other
+// loads.
 template <class Traits>
-struct KvRing {
+struct KvLoader {
   using T = typename Traits::T;
   HeadRows<T> k, v;
-  T* slots;
-  int next;       // sequence number of the next load
-  int num_loads;  // two for each KV tile
-  int last_tile;
+  typename Traits::SharedStorage& smem;
 
-  CUTE_DEVICE T* slot(int sequence) const {
-    return slots + sequence % Traits::kSlots * Traits::kSlotElements;
-  }
-
-  // Starts the next load, if there is one. Always commits a group, so that groups count loads.
-  CUTE_DEVICE void load_next() {
-    if (next < num_loads) {
-      const int first_row = (last_tile - next / 2) * Traits::kN;
-      if (next % 2 == 0) {
-        load_rows<Traits, Traits::kN, Traits::Dims::kQk>(k, first_row, slot(next));
-      } else {
-        load_rows<Traits, Traits::kN, Traits::Dims::kVo>(v, first_row, slot(next));
-      }
-    }
+  CUTE_DEVICE void start_k(int tile) const {
+    load_rows<Traits, Traits::kN, Traits::Dims::kQk>(k, tile * Traits::kN, smem.k);
     cp_async_fence();
-    ++next;
   }
 
-  // Waits until load `sequence` has landed for all threads and they are done with the one before
-  // it; then starts the load that takes that one's slot.
-  CUTE_DEVICE T* acquire(int sequence) {
-    cp_async_wait<Traits::kSlots - 2>();
+  CUTE_DEVICE void start_v(int tile) const {
+    load_rows<Traits, Traits::kN, Traits::Dims::kVo>(v, tile * Traits::kN, smem.v);
+    cp_async_fence();
+  }
+
+  // What was started has landed for all threads, and all are done with what they read before.
+  CUTE_DEVICE static void wait() {
+    cp_async_wait<0>();
     __syncthreads();
-    load_next();
-    return slot(sequence);
   }
 };
 

@@ -52,30 +52,36 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
 }
 
 // Walks the KV tiles of one row tile from the last to the first, where causal masks put the tiles
-// that need masking, and accumulates P V and the softmax state.
+// that need masking, and accumulates P V and the softmax state. The caller has started the loads of
+// Q and of the last K.
 template <class Traits, class Acc>
-CUTE_DEVICE void attend(typename Traits::SharedStorage& smem, KvRing<Traits>& ring,
-                        const BandMask& mask, const KvTileRange& tiles, const LogitScale& scale,
-                        int first_row, typename Traits::Softmax& softmax, Acc& out) {
+CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
+                        const KvTileRange& tiles, const LogitScale& scale, int first_row,
+                        typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
   auto thr_mma = tiled_mma.get_slice(threadIdx.x);
   auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, tiled_mma);
   auto copy_k = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, tiled_mma);
   auto copy_v = make_tiled_copy_B(Copy_Atom<SM75_U16x8_LDSM_T, T>{}, tiled_mma);
-  Tensor q = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
+  Tensor q = make_tensor(make_smem_ptr(loader.smem.q), typename Traits::LayoutQ{});
+  Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
+  Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
   Tensor element_coordinates =
       thr_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{}));
   Tensor coordinates = row_column_view(element_coordinates);
 
-  int sequence = 0;
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    const auto start_next_k = [&] {  // V has landed, K is no longer read
+      loader.wait();
+      if (tile > tiles.begin) loader.start_k(tile - 1);
+    };
     Tensor scores = partition_fragment_C(tiled_mma, Shape<Int<Traits::kM>, Int<Traits::kN>>{});
     clear(scores);
-    Tensor k = make_tensor(make_smem_ptr(ring.acquire(sequence++)), typename Traits::LayoutK{});
+    loader.wait();
+    loader.start_v(tile);
     gemm_smem<T>(tiled_mma, copy_q, copy_k, q, k, scores);
-    T* v_slot = nullptr;
-    if constexpr (Traits::kEarlyV) v_slot = ring.acquire(sequence++);
+    if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
     if (scale.factor != 1.f || tiles.template needs_mask<Traits::kN>(tile)) {
@@ -88,8 +94,7 @@ CUTE_DEVICE void attend(typename Traits::SharedStorage& smem, KvRing<Traits>& ri
     Tensor p = make_tensor<T>(scores.layout());
     convert_fragment<T>(scores, p);
 
-    if constexpr (!Traits::kEarlyV) v_slot = ring.acquire(sequence++);
-    Tensor vt = make_tensor(make_smem_ptr(v_slot), typename Traits::LayoutVt{});
+    if constexpr (!Traits::kEarlyV) start_next_k();
     Tensor p_operand = make_tensor(p.data(), operand_a_layout(p.layout()));
     gemm_registers<T>(tiled_mma, copy_v, p_operand, vt, out);
   }

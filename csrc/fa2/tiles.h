@@ -7,30 +7,29 @@ namespace prefill::fa2 {
 
 // Every choice fits in the 99 KB of consumer cards (sm86, sm89, sm120), and twice in the 164 KB of
 // an A100 where it can: two blocks on an SM hide each other's barriers and softmax.
-//   kSlots: shared-memory slots that K and V tiles pass through in turn; 2 keeps one load in
-//   flight. kEarlyV: wait for V before the softmax, which gives the next load the softmax to land
-//   in, but keeps more registers alive; where they are short it spills.
+//   kEarlyV: wait for V before the softmax, which gives the next load the softmax to land in, but
+//   keeps more registers alive; where they are short it spills.
 template <class Dims>
 struct Tile;
 
 template <>
-struct Tile<HeadDims<64, 64>> {  // 48 KB; O and S take 192 registers of a thread
-  static constexpr int kM = 128, kN = 128, kWarps = 4, kSlots = 2;
+struct Tile<HeadDims<64, 64>> {  // 40 KB; O and S take 160 registers; with 128 keys sm80 spills
+  static constexpr int kM = 128, kN = 96, kWarps = 4;
   static constexpr bool kEarlyV = false;
 };
 template <>
 struct Tile<HeadDims<128, 128>> {  // 64 KB; O and S take 192 registers
-  static constexpr int kM = 128, kN = 64, kWarps = 4, kSlots = 2;
+  static constexpr int kM = 128, kN = 64, kWarps = 4;
   static constexpr bool kEarlyV = false;
 };
 template <>
-struct Tile<HeadDims<192, 128>> {  // 96 KB; O and S take 192 registers
-  static constexpr int kM = 128, kN = 64, kWarps = 4, kSlots = 2;
+struct Tile<HeadDims<192, 128>> {  // 88 KB; O and S take 192 registers
+  static constexpr int kM = 128, kN = 64, kWarps = 4;
   static constexpr bool kEarlyV = false;
 };
 template <>
 struct Tile<HeadDims<256, 256>> {  // 96 KB; O and S take 160 registers; 128 rows would need 128 KB
-  static constexpr int kM = 64, kN = 64, kWarps = 4, kSlots = 2;
+  static constexpr int kM = 64, kN = 64, kWarps = 4;
   static constexpr bool kEarlyV = true;
 };
 

@@ -20,10 +20,8 @@ struct Traits {
   using T = Element<kDType>;
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
-  static constexpr int kSlots = Tile<Dims>::kSlots;
   static constexpr bool kEarlyV = Tile<Dims>::kEarlyV;
   static constexpr int kThreads = Tile<Dims>::kWarps * 32;
-  static_assert(kSlots >= 2, "a tile is loaded while another one is in use");
 
   using MmaOp = std::conditional_t<kDType == DType::float16, SM80_16x8x16_F32F16F16F32_TN,
                                    SM80_16x8x16_F32BF16BF16F32_TN>;
@@ -47,11 +45,10 @@ struct Traits {
   using LayoutVt = decltype(composition(
       LayoutV{}, make_layout(Shape<Int<Dims::kVo>, Int<kN>>{}, GenRowMajor{})));
 
-  static constexpr int kSlotElements = kN * Dims::kQk;  // V is never wider than K
-
   struct SharedStorage {
     alignas(128) T q[kM * Dims::kQk];  // the output tile in the end
-    alignas(128) T slots[kSlots][kSlotElements];
+    alignas(128) T k[kN * Dims::kQk];
+    alignas(128) T v[kN * Dims::kVo];
   };
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);
