@@ -281,13 +281,13 @@ print(json.dumps({
 
 
 def test_import_is_quick() -> None:
-    """Importing prefill takes less than 50 ms once torch is imported: the best of several runs."""
+    """Importing prefill takes under 50 ms of processor time beyond torch: the best of several runs."""
     code = """
 import json, sys, time, torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import prefill
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({"seconds": seconds, "modules": len(set(sys.modules) - before)}))
 """
     runs: list[dict[str, object]] = []
