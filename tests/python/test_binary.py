@@ -33,7 +33,14 @@ pytestmark = pytest.mark.skipif(
     not LIBRARY.is_file(), reason="this build has no kernels (PREFILL_KERNELS=OFF)"
 )
 
-NEEDED = {"libtorch_cpu.so", "libtorch.so", "libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6"}
+NEEDED = {
+    "libtorch_cpu.so",
+    "libtorch.so",
+    "libstdc++.so.6",
+    "libgcc_s.so.1",
+    "libm.so.6",
+    "libc.so.6",
+}
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OLD_GLIBC = {"libdl.so.2", "libpthread.so.0", "librt.so.1"}  # parts of libc before 2.34
 TORCH_STABLE = re.compile(r"(aoti_torch|torch)_[a-z0-9_]+")
@@ -281,7 +288,7 @@ print(json.dumps({
 
 
 def test_import_is_quick() -> None:
-    """Importing prefill takes under 50 ms of processor time beyond torch: the best of several runs."""
+    """Importing prefill after torch takes under 50 ms of processor time: the best of several."""
     code = """
 import json, sys, time, torch
 before = set(sys.modules)
