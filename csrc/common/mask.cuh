@@ -37,15 +37,16 @@ struct BandMask {
 
   PREFILL_HOST_DEVICE int position(int row) const { return row + kv_len - qo_len; }
 
-  // Row `row` sees keys [row_begin, row_end); none when row_begin >= row_end.
+  // Row `row` sees keys [row_begin, row_end); none when row_begin >= row_end. Windows are compared
+  // before they are added: the sum of three lengths overflows.
   PREFILL_HOST_DEVICE int row_begin(int row) const {
-    const int first = position(row) - window_left;
-    return first > 0 ? first : 0;
+    return window_left >= position(row) ? 0 : position(row) - window_left;
   }
 
   PREFILL_HOST_DEVICE int row_end(int row) const {
+    if (window_right >= kv_len - 1 - position(row)) return kv_len;
     const int end = position(row) + window_right + 1;
-    return end < 0 ? 0 : (end < kv_len ? end : kv_len);
+    return end > 0 ? end : 0;
   }
 
   // The KV tiles of rows [row, row + kTileM); rows from qo_len on do not count.
