@@ -114,6 +114,7 @@ void check_real_tiles_at_random() {
     check_tiles<64, 128>(mask);
     check_tiles<128, 64>(mask);
     check_tiles<128, 80>(mask);
+    check_tiles<128, 96>(mask);
     check_tiles<128, 128>(mask);
     check_tiles<192, 64>(mask);
     check_tiles<192, 80>(mask);
