@@ -15,8 +15,12 @@ struct LogitScale {
 
   PREFILL_HOST_DEVICE static LogitScale of(float scale) {
     constexpr float kLog2e = 1.4426950408889634f;
-    if (scale == 0.f) return {0.f, 1.f};
-    return scale < 0.f ? LogitScale{-1.f, -scale * kLog2e} : LogitScale{1.f, scale * kLog2e};
+    constexpr float kMax = 3.4028235e38f;
+    const float magnitude = scale < 0.f ? -scale : scale;
+    if (scale == 0.f || !(magnitude <= kMax)) return {scale, 1.f};  // so that masks come after NaN
+    // An infinite multiplier would make NaN of zero scores.
+    const float multiplier = magnitude * kLog2e <= kMax ? magnitude * kLog2e : kMax;
+    return {scale < 0.f ? -1.f : 1.f, multiplier};
   }
 };
 

@@ -49,14 +49,13 @@ struct BandMask {
     return end > 0 ? end : 0;
   }
 
-  // The KV tiles of rows [row, row + kTileM); rows from qo_len on do not count.
+  // The KV tiles of rows [row, row + kTileM); rows from qo_len on do not count. None of the rows
+  // sees a key only where the last one ends at key 0, and then the first one begins there too.
   template <int kTileM, int kTileN>
   PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row) const {
     const int last = row + kTileM < qo_len ? row + kTileM - 1 : qo_len - 1;
-    const int key_begin = row_begin(row);
-    const int key_end = row_end(last);
-    if (key_begin >= key_end) return {0, 0, 0, 0};
-    return {key_begin / kTileN, (key_end + kTileN - 1) / kTileN, row_begin(last), row_end(row)};
+    return {row_begin(row) / kTileN, (row_end(last) + kTileN - 1) / kTileN, row_begin(last),
+            row_end(row)};
   }
 };
 

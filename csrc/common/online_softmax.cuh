@@ -28,11 +28,11 @@ struct OnlineSoftmax {
   static constexpr int kRows = kRows_;
   using Row = cute::array<float, kRows>;
 
-  // exp2(s c - m c) is one FFMA and one ex2, but keeps the rounding error of m c, up to 2^-24 of
-  // it. The error is the same for the whole row and cancels in the quotient, as long as m c is
-  // rounded alike wherever it stands (hence __fmul_rn) and 2 to its power is in range: below this
-  // bound.
-  static constexpr float kFusedBound = 1073741824.f;  // 2^30
+  // Weights are relative to the row's maximal logit, rounded: exp2(s m - rn(max m)) is one FFMA and
+  // one ex2. The largest weight is then 2 to the rounding error instead of 1; the quotient does not
+  // care, as long as everything in a row shares the error (hence __fmul_rn: no FFMA by contraction)
+  // and weights fit the 16-bit type. From this bound on the unrounded product takes its place.
+  static constexpr float kSteep = 262144.f;  // 2^18: errors below it stay within 2^-7
 
   float multiplier;  // > 0: logits in base-2 units are scores times this
   Row row_max;       // of the scores seen; -inf when none
@@ -52,38 +52,44 @@ struct OnlineSoftmax {
   CUTE_DEVICE Row step(Scores& scores) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows);
-    Row factor, offset;
-    float steepness = multiplier;
-    bool fused = true;
+    Row previous, factor, offset;
+    bool steep = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float tile_max = scores(r, 0);
       CUTE_UNROLL
       for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
-      const float previous = row_max[r];
-      row_max[r] = fmaxf(previous, quad_max(tile_max));
-      offset[r] = row_max[r] == -INFINITY ? 0.f : __fmul_rn(row_max[r], multiplier);
-      factor[r] = exp2_approx(__fmul_rn(previous, multiplier) - offset[r]);
-      fused = fused && fabsf(offset[r]) < kFusedBound;
+      previous[r] = row_max[r];
+      row_max[r] = fmaxf(previous[r], quad_max(tile_max));
+      steep = steep || is_steep(rounded_logit(row_max[r])) || is_steep(rounded_logit(previous[r]));
     }
-    if (!fused) {  // rare: subtract first, so that no product is rounded
+    float slope = multiplier;
+    if (steep) {  // rare
+      slope = 1.f;
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
+        factor[r] = steep_factor(previous[r], row_max[r]);
+        offset[r] = 0.f;
+        const float logit = rounded_logit(row_max[r]);
         CUTE_UNROLL
         for (int c = 0; c < size<1>(scores); ++c) {
-          scores(r, c) = (scores(r, c) - maximum) * multiplier;
+          scores(r, c) = is_steep(logit) ? (scores(r, c) - row_max[r]) * multiplier
+                                         : fmaf(scores(r, c), multiplier, -logit);
         }
-        offset[r] = 0.f;
       }
-      steepness = 1.f;
+    } else {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        offset[r] = rounded_logit(row_max[r]);
+        factor[r] = exp2_approx(__fmul_rn(previous[r], multiplier) - offset[r]);
+      }
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_sum[r] *= factor[r];
       CUTE_UNROLL
       for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), steepness, -offset[r]));
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), slope, -offset[r]));
         row_sum[r] += scores(r, c);
       }
     }
@@ -101,7 +107,32 @@ struct OnlineSoftmax {
 
   // log2 of the sum of exp(logit); -inf for an empty row.
   CUTE_DEVICE float row_lse(int r) const {
-    return row_is_empty(r) ? -INFINITY : __fmul_rn(row_max[r], multiplier) + log2f(row_sum[r]);
+    return row_is_empty(r) ? -INFINITY
+                           : rounded_logit(row_max[r]) + residue(row_max[r]) + log2f(row_sum[r]);
+  }
+
+ private:
+  CUTE_DEVICE static bool is_steep(float logit) { return fabsf(logit) >= kSteep; }
+
+  // 0 for a row that has seen no key, so that its weights come out as exp2(-inf).
+  CUTE_DEVICE float rounded_logit(float maximum) const {
+    return maximum == -INFINITY ? 0.f : __fmul_rn(maximum, multiplier);
+  }
+
+  // What rounding took from the product, where weights are relative to the unrounded one.
+  CUTE_DEVICE float residue(float maximum) const {
+    const float logit = rounded_logit(maximum);
+    const bool counts = is_steep(logit) && fabsf(logit) != INFINITY;
+    return counts ? fmaf(maximum, multiplier, -logit) : 0.f;
+  }
+
+  // The factor between weights relative to one maximum and weights relative to the next, where one
+  // of the two is steep.
+  CUTE_DEVICE float steep_factor(float previous, float maximum) const {
+    if (previous == -INFINITY) return 0.f;
+    const float from = rounded_logit(previous), to = rounded_logit(maximum);
+    if (is_steep(from) && is_steep(to)) return exp2_approx((previous - maximum) * multiplier);
+    return exp2_approx((from - to) + (residue(previous) - residue(maximum)));
   }
 };
 

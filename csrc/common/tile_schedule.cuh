@@ -13,9 +13,9 @@ struct WorkTile {
   int head;
 };
 
-// Row tiles with the most keys come first, over all heads, so that the short ones fill the end.
-// Where all have the same number of keys, heads are visited in sections whose K and V fit in the L2
-// cache together instead.
+// With a bound on the right, row tiles with the most keys come first, over all heads, so that the
+// short ones fill the end. Without one, heads are visited in sections whose K and V fit in the L2
+// cache together.
 struct TileSchedule {
   int num_m_tiles;
   int num_heads;
@@ -49,7 +49,7 @@ struct TileSchedule {
         int64_t{params.kv_len} * (params.head_dim_qk + params.head_dim_vo) * kElementBytes;
     const int64_t kv_heads = kv_head_bytes < kL2Share ? kL2Share / kv_head_bytes : 1;
     const int64_t section = kv_heads * (params.num_qo_heads / params.num_kv_heads);
-    const bool last_rows_first = params.window_right < params.kv_len;
+    const bool last_rows_first = params.window_right < params.qo_len - 1;
     const bool one_section = last_rows_first || section >= params.num_qo_heads;
     return {(params.qo_len + tile_m - 1) / tile_m, params.num_qo_heads,
             one_section ? params.num_qo_heads : static_cast<int>(section), last_rows_first};

@@ -82,6 +82,12 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() &&
                       out.scalar_type() == q.scalar_type(),
                   "q, k, v and out are of one dtype");
+  const auto elsewhere = [&](const std::optional<Tensor>& tensor) {
+    return tensor && tensor->get_device() != q.get_device();
+  };
+  STD_TORCH_CHECK(!elsewhere(k) && !elsewhere(v) && !elsewhere(out) && !elsewhere(lse) &&
+                      !elsewhere(scale_q) && !elsewhere(scale_k) && !elsewhere(scale_v),
+                  "all tensors are on one device");
   if (lse) {
     STD_TORCH_CHECK(lse->dim() == 2 && lse->size(0) == qo_len && lse->size(1) == num_qo_heads &&
                         lse->scalar_type() == ScalarType::Float,
@@ -127,11 +133,18 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
                   " (", cudaGetErrorString(error), ")");
 }
 
+// The newest CUDA that the driver serves, as 1000 * major + 10 * minor; 0 without a driver.
+int64_t driver_version() {
+  int version = 0;
+  return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
 }  // namespace
 }  // namespace prefill
 
 STABLE_TORCH_LIBRARY(prefill, library) {
   library.def("build_info() -> str");
+  library.def("driver_version() -> int");
   library.def(
       "attention(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
       "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, int window_left, int window_right, "
@@ -140,6 +153,7 @@ STABLE_TORCH_LIBRARY(prefill, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(prefill, CompositeExplicitAutograd, library) {
   library.impl("build_info", TORCH_BOX(&prefill::build_info));
+  library.impl("driver_version", TORCH_BOX(&prefill::driver_version));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(prefill, CUDA, library) {

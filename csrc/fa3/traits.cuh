@@ -31,6 +31,8 @@ struct Traits {
   // in eights.
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kWarpgroups / 8 * 8;
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= 512,
+                "the warpgroups share the register file");
 
   // Each consumer warpgroup multiplies its own 64 rows.
   using MmaQk = decltype(make_tiled_mma(
