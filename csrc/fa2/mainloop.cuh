@@ -9,9 +9,9 @@
 
 namespace prefill::fa2 {
 
-// accumulators += A B, with both operands read from shared memory one k-step ahead of their use.
-template <class T, class TiledMma, class TiledCopyA, class TiledCopyB, class SmemA, class SmemB,
-          class Acc>
+// accumulators += A B, with both operands read from shared memory, kAhead k-steps before their use.
+template <class T, int kAhead, class TiledMma, class TiledCopyA, class TiledCopyB, class SmemA,
+          class SmemB, class Acc>
 CUTE_DEVICE void gemm_smem(TiledMma const& tiled_mma, TiledCopyA const& copy_a,
                            TiledCopyB const& copy_b, SmemA const& smem_a, SmemB const& smem_b,
                            Acc& accumulators) {
@@ -23,31 +23,33 @@ CUTE_DEVICE void gemm_smem(TiledMma const& tiled_mma, TiledCopyA const& copy_a,
   Tensor b_smem = thr_copy_b.partition_S(smem_b);
   Tensor a_copy = thr_copy_a.retile_D(a);
   Tensor b_copy = thr_copy_b.retile_D(b);
-  copy(copy_a, a_smem(_, _, _0{}), a_copy(_, _, _0{}));
-  copy(copy_b, b_smem(_, _, _0{}), b_copy(_, _, _0{}));
+  constexpr int kSteps = decltype(size<2>(a))::value;
   CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
-    if (k + 1 < size<2>(a)) {
-      copy(copy_a, a_smem(_, _, k + 1), a_copy(_, _, k + 1));
-      copy(copy_b, b_smem(_, _, k + 1), b_copy(_, _, k + 1));
+  for (int read = 0; read < kSteps + kAhead; ++read) {
+    if (read < kSteps) {
+      copy(copy_a, a_smem(_, _, read), a_copy(_, _, read));
+      copy(copy_b, b_smem(_, _, read), b_copy(_, _, read));
     }
-    gemm(tiled_mma, a(_, _, k), b(_, _, k), accumulators);
+    const int k = read - kAhead;
+    if (k >= 0) gemm(tiled_mma, a(_, _, k), b(_, _, k), accumulators);
   }
 }
 
 // accumulators += A B with A in registers.
-template <class T, class TiledMma, class TiledCopyB, class FragmentA, class SmemB, class Acc>
+template <class T, int kAhead, class TiledMma, class TiledCopyB, class FragmentA, class SmemB,
+          class Acc>
 CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& copy_b,
                                 FragmentA const& a, SmemB const& smem_b, Acc& accumulators) {
   auto thr_copy_b = copy_b.get_slice(threadIdx.x);
   Tensor b = make_tensor<T>(partition_shape_B(tiled_mma, shape(smem_b)));  // (MMA, MMA_N, MMA_K)
   Tensor b_smem = thr_copy_b.partition_S(smem_b);
   Tensor b_copy = thr_copy_b.retile_D(b);
-  copy(copy_b, b_smem(_, _, _0{}), b_copy(_, _, _0{}));
+  constexpr int kSteps = decltype(size<2>(a))::value;
   CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
-    if (k + 1 < size<2>(a)) copy(copy_b, b_smem(_, _, k + 1), b_copy(_, _, k + 1));
-    gemm(tiled_mma, a(_, _, k), b(_, _, k), accumulators);
+  for (int read = 0; read < kSteps + kAhead; ++read) {
+    if (read < kSteps) copy(copy_b, b_smem(_, _, read), b_copy(_, _, read));
+    const int k = read - kAhead;
+    if (k >= 0) gemm(tiled_mma, a(_, _, k), b(_, _, k), accumulators);
   }
 }
 
@@ -80,7 +82,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
     clear(scores);
     loader.wait();
     loader.start_v(tile);
-    gemm_smem<T>(tiled_mma, copy_q, copy_k, q, k, scores);
+    gemm_smem<T, Traits::kAhead>(tiled_mma, copy_q, copy_k, q, k, scores);
     if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
@@ -96,7 +98,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
 
     if constexpr (!Traits::kEarlyV) start_next_k();
     Tensor p_operand = make_tensor(p.data(), operand_a_layout(p.layout()));
-    gemm_registers<T>(tiled_mma, copy_v, p_operand, vt, out);
+    gemm_registers<T, Traits::kAhead>(tiled_mma, copy_v, p_operand, vt, out);
   }
   softmax.finish();
 }

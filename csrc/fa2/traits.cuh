@@ -20,6 +20,7 @@ struct Traits {
   using T = Element<kDType>;
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
+  static constexpr int kAhead = Tile<Dims>::kAhead;
   static constexpr bool kEarlyV = Tile<Dims>::kEarlyV;
   static constexpr int kThreads = Tile<Dims>::kWarps * 32;
 
