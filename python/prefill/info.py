@@ -10,9 +10,13 @@ import torch
 
 from prefill import support
 from prefill._version import __version__
+from prefill.backends import PRIORITY, NativeBackend
 from prefill.text import table
 
-NATIVE_BACKENDS = ("fa3", "fa2")
+NATIVE_BACKENDS = tuple(
+    backend.name for backend in PRIORITY if isinstance(backend, NativeBackend)
+)
+DRIVER = "driver's CUDA"
 
 
 def collect() -> dict[str, Any]:
@@ -21,12 +25,14 @@ def collect() -> dict[str, Any]:
     build = library.build
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [support.device_info(torch.device("cuda", index)) for index in range(count)]
+    driver = support.driver_version()
     return {
         "versions": {
             "prefill": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "torch's CUDA": torch.version.cuda,
+            DRIVER: support.cuda_text(driver) if driver else None,
         },
         "build": None
         if build is None
@@ -60,7 +66,8 @@ def collect() -> dict[str, Any]:
 def render(info: dict[str, Any]) -> str:
     """`collect`'s answer as text."""
     versions = ", ".join(
-        f"{name} {version or 'none'}" for name, version in info["versions"].items()
+        f"{name} {version or ('unknown' if name == DRIVER else 'none')}"
+        for name, version in info["versions"].items()
     )
     lines = [versions, ""]
     build = info["build"]

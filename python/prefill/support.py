@@ -155,6 +155,21 @@ def native() -> NativeLibrary:
     return _native
 
 
+@cache
+def driver_version() -> int:
+    """The newest CUDA that the driver serves, 1000 * major + 10 * minor; 0 = none or unknown.
+
+    Asked for on first use: the import must not load the driver.
+    """
+    query = getattr(torch.ops.prefill, "driver_version", None)  # absent without the library
+    return 0 if query is None else int(query())
+
+
+def cuda_text(version: int) -> str:
+    """12040 -> "12.4"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def _parse_arch(arch: str) -> tuple[int, int, str, str]:
     """Split a CMake architecture: "90a-real" -> (9, 0, "a", "real"); kind "" is code and PTX."""
     number, _, kind = arch.partition("-")
@@ -165,9 +180,7 @@ def _parse_arch(arch: str) -> tuple[int, int, str, str]:
 def arch_runs_on(arch: str, capability: tuple[int, int]) -> bool:
     """Whether code built for `arch` runs on a device of that compute capability."""
     major, minor, suffix, kind = _parse_arch(arch)
-    if (
-        suffix == "a"
-    ):  # architecture-specific features: that one device only, as machine code or PTX
+    if suffix == "a":  # architecture-specific: that one device only, as machine code or PTX
         return capability == (major, minor)
     if suffix == "f":  # family-specific: same major, this minor or later
         return capability[0] == major and capability[1] >= minor
@@ -210,6 +223,13 @@ def backend_reason(library: NativeLibrary, backend: str, capability: tuple[int, 
         return (
             f"the device has compute capability {capability[0]}.{capability[1]}; "
             f"this build's {backend} is for {', '.join(archs)}"
+        )
+    driver = driver_version()
+    needed = build.cuda.partition(".")[0]
+    if driver and needed and driver // 1000 < int(needed):
+        return (
+            f"the driver serves CUDA {cuda_text(driver)} and this build needs {needed}.x: update "
+            "the driver, or rebuild with an older CUDA toolkit"
         )
     return ""
 

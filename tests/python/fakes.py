@@ -142,4 +142,5 @@ def pretend(
 
     monkeypatch.setattr(support, "device_info", device_info)
     monkeypatch.setattr(support, "_native", library() if native is None else native)
+    monkeypatch.setattr(support, "driver_version", lambda: 0)
     return stub_kernel()

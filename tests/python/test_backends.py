@@ -209,6 +209,49 @@ def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "101376" in reason
 
 
+@pytest.mark.usefixtures("full_build")
+@pytest.mark.parametrize("version", [0, 13000, 13020, 14000])
+def test_driver_that_serves_the_build(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    monkeypatch.setattr(support, "driver_version", lambda: version)
+    assert resolve(request(), H100) == "fa3"
+
+
+@pytest.mark.usefixtures("full_build")
+def test_driver_older_than_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "driver_version", lambda: 12040)
+    assert resolve(request(), H100) == "reference"
+    for backend in ("fa2", "fa3"):
+        [reason] = reasons(backend, request(), H100)
+        assert reason == (
+            "the driver serves CUDA 12.4 and this build needs 13.x: update the driver, or rebuild "
+            "with an older CUDA toolkit"
+        )
+
+
+def test_driver_is_asked_once_and_unknown_without_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    class Library:
+        @staticmethod
+        def driver_version() -> int:
+            asked.append(1)
+            return 12080
+
+    support.driver_version.cache_clear()
+    try:
+        monkeypatch.setattr(support.torch.ops, "prefill", Library)
+        assert [support.driver_version() for _ in range(3)] == [12080] * 3
+        assert asked == [1]
+        assert support.cuda_text(12080) == "12.8"
+        support.driver_version.cache_clear()
+        monkeypatch.setattr(support.torch.ops, "prefill", object())
+        assert support.driver_version() == 0
+    finally:
+        support.driver_version.cache_clear()
+
+
 def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_native", NativeLibrary(None, support.NO_LIBRARY))
     assert resolve(request(), H100) == "reference"

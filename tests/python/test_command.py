@@ -62,12 +62,14 @@ def test_info_of_a_full_build_and_an_a100(
     monkeypatch.setattr(info.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(info.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(support, "device_info", lambda device: cuda(8, 0, 166912))
+    monkeypatch.setattr(support, "driver_version", lambda: 13010)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert "fa2      80-real 90-real 80-virtual  bfloat16 float16  64x64 128x128" in text
     assert "cuda:0 Fake GPU sm_80 (8.0)  fa2        yes" in text
     assert "fa3        no: the device has compute capability 8.0" in text
+    assert "driver's CUDA 13.1" in text
     assert main(["info", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["devices"][0]["backends"]["fa2"] is None
@@ -77,9 +79,11 @@ def test_info_of_a_full_build_and_an_a100(
 def test_info_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_native", support.NativeLibrary(None, support.NO_LIBRARY))
     monkeypatch.setattr(info.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(support, "driver_version", lambda: 0)
     text = " ".join(info.render(info.collect()).split())
     assert "kernels: none" in text
     assert "no compiled kernels" in text
+    assert "driver's CUDA unknown" in text
 
 
 def test_table_wraps_its_last_column() -> None:
