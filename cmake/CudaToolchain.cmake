@@ -20,7 +20,7 @@ execute_process(
   COMMAND_ERROR_IS_FATAL ANY)
 if(NOT prefill_nvcc)
   string(CONCAT prefill_no_nvcc
-    "No nvcc: not in CMAKE_CUDA_COMPILER, CUDACXX, PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda, and "
+    "No nvcc 12.8 or later: not in CMAKE_CUDA_COMPILER, CUDACXX, PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda, and "
     "the nvidia-cuda-nvcc package is not installed for ${Python_EXECUTABLE}.")
   if(prefill_kernels_mode STREQUAL "AUTO")
     message(WARNING "${prefill_no_nvcc} Building without kernels: the reference backend alone.")
@@ -42,10 +42,11 @@ if(NOT CMAKE_CUDA_ARCHITECTURES)
 endif()
 enable_language(CUDA)
 
-if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)  # MINIMUM_NVCC in prefill_build.py
   message(FATAL_ERROR
     "nvcc ${CMAKE_CUDA_COMPILER_VERSION} at ${CMAKE_CUDA_COMPILER}: 12.8 or later is needed (13.0 is "
-    "what the package is tested with).")
+    "what the package is tested with). CUDACXX names another nvcc; PREFILL_KERNELS=OFF builds the package "
+    "without kernels.")
 endif()
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" PREFILL_CUDA_VERSION ${CMAKE_CUDA_COMPILER_VERSION})
 set(PREFILL_WITH_KERNELS TRUE)

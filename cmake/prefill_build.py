@@ -5,7 +5,8 @@ PyPI) and whether CMake runs at all: a build without kernels is pure Python and 
 
 CMake runs this file as a script to find nvcc, so that there is one search order:
 CMAKE_CUDA_COMPILER, CUDACXX, nvcc on PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda, then the
-nvidia-cuda-nvcc package of the running interpreter. `prefill_build.py requires` prints what a build
+nvidia-cuda-nvcc package of the running interpreter. Behind the first two, which name a compiler,
+one that is too old is passed over. `prefill_build.py requires` prints what a build
 without isolation needs.
 """
 
@@ -15,9 +16,11 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ ConfigSettings = dict[str, Any] | None
 
 SCIKIT_BUILD_CORE = "scikit-build-core>=1.1.2,<2"
 KERNEL_REQUIRES = ["torch>=2.10", "nvidia-cutlass==4.2.0.0"]
+MINIMUM_NVCC = (12, 8)  # and in CudaToolchain.cmake
 # Their own pins of each other are loose, so each is pinned here.
 NVCC_REQUIRES = [
     "nvidia-cuda-nvcc==13.0.*",
@@ -34,7 +38,8 @@ NVCC_REQUIRES = [
     "nvidia-cuda-cccl==13.0.*",
 ]
 OFF_MESSAGE = """\
-prefill: building WITHOUT CUDA kernels: no nvcc was found, and {why}.
+prefill: building WITHOUT CUDA kernels: no nvcc {minimum} or later was found, and
+prefill: {why}.
 prefill: the package will hold the reference backend alone. For kernels, put nvcc on PATH or set
 prefill: CUDACXX or CUDA_HOME, or run `pip install {packages}`,
 prefill: then install prefill again. PREFILL_KERNELS=OFF silences this, PREFILL_KERNELS=ON makes it
@@ -57,14 +62,27 @@ def real_nvcc(candidate: Path) -> Path:
     return candidate
 
 
-def packaged_nvcc() -> Path | None:
-    """The nvcc of the nvidia-cuda-nvcc package (nvidia/cu13/bin/nvcc), if it is installed."""
+@cache
+def is_too_old(nvcc: Path) -> bool:
+    """Whether nvcc says that it is older than the minimum; one that does not answer is not."""
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    too_old = match is not None and (int(match[1]), int(match[2])) < MINIMUM_NVCC
+    if too_old:
+        minimum = ".".join(map(str, MINIMUM_NVCC))
+        print(f"prefill: {nvcc} is older than {minimum}: passed over", file=sys.stderr)
+    return too_old
+
+
+def packaged_nvccs() -> list[Path]:
+    """The nvcc of the installed nvidia-cuda-nvcc packages (nvidia/cu13/bin/nvcc)."""
     spec = importlib.util.find_spec("nvidia")
-    locations = spec.submodule_search_locations if spec else None
-    for location in locations or []:
-        for nvcc in sorted(Path(location).glob("cu*/bin/nvcc"), reverse=True):
-            return nvcc
-    return None
+    locations = (spec.submodule_search_locations if spec else None) or []
+    return [
+        nvcc
+        for location in locations
+        for nvcc in sorted(Path(location).glob("cu*/bin/nvcc"), reverse=True)
+    ]
 
 
 def find_nvcc(compiler: str | None = None) -> Path | None:
@@ -84,8 +102,10 @@ def find_nvcc(compiler: str | None = None) -> Path | None:
     candidates += [Path(root) / "bin" / "nvcc" for root in roots if root]
     for candidate in candidates:
         if os.access(candidate, os.X_OK) and candidate.is_file():
-            return real_nvcc(candidate)
-    return packaged_nvcc()
+            nvcc = real_nvcc(candidate)
+            if not is_too_old(nvcc):
+                return nvcc
+    return next((nvcc for nvcc in packaged_nvccs() if not is_too_old(nvcc)), None)
 
 
 def option(name: str, config_settings: ConfigSettings) -> str | None:
@@ -145,7 +165,9 @@ def settings_for_build(config_settings: ConfigSettings) -> tuple[dict[str, Any],
     else:
         why = f"there are no packages of it for {sys.platform} {platform.machine()}"
     packages = " ".join(f"'{requirement}'" for requirement in NVCC_REQUIRES)
-    return settings, OFF_MESSAGE.format(why=why, packages=packages)
+    return settings, OFF_MESSAGE.format(
+        why=why, packages=packages, minimum=".".join(map(str, MINIMUM_NVCC))
+    )
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
