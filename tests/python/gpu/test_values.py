@@ -74,16 +74,19 @@ def test_sm_scale(backend: str, dtype: torch.dtype, sm_scale: float) -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("size", [1e6, 1e20, 1e28, 1e30])
+@pytest.mark.parametrize("size", [1e6, 3e7, 1.5e8, 5e8, 1e20, 1e28, 1e30])
 @pytest.mark.parametrize("causal", [False, True])
-def test_huge_logits(backend: str, causal: bool, size: float, sign: float) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_huge_logits(
+    backend: str, dtype: torch.dtype, causal: bool, size: float, sign: float
+) -> None:
     """Logits of +-size times 1..4: the largest visible one takes all, however low it is."""
     qo_len, kv_len, head_dim = 100, 200, 64
-    q = torch.zeros(qo_len, 2, head_dim, dtype=torch.bfloat16, device="cuda")
-    k = torch.zeros(kv_len, 1, head_dim, dtype=torch.bfloat16, device="cuda")
+    q = torch.zeros(qo_len, 2, head_dim, dtype=dtype, device="cuda")
+    k = torch.zeros(kv_len, 1, head_dim, dtype=dtype, device="cuda")
     q[..., 0] = 1.0
     k[:, 0, 0] = 1.0 + torch.randperm(kv_len, device="cuda") % 101 / 32
-    v = normal(kv_len, 1, head_dim, dtype=torch.bfloat16)
+    v = normal(kv_len, 1, head_dim, dtype=dtype)
     out, lse = run(q, k, v, causal=causal, sm_scale=sign * size, backend=backend)
     logits = k[:, 0, 0].double() * sign * size
     seen = visible(qo_len, kv_len, causal, -1, "cuda")
@@ -91,12 +94,63 @@ def test_huge_logits(backend: str, causal: bool, size: float, sign: float) -> No
     winners = (seen & (logits == best)).double()
     winners /= winners.sum(-1, keepdim=True)
     expected = winners @ v[:, 0].double()
-    torch.testing.assert_close(
-        out.double(), expected[:, None].expand_as(out), rtol=2.0**-7, atol=2.0**-7
-    )
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), expected[:, None].expand_as(out), rtol=unit, atol=unit)
     torch.testing.assert_close(
         lse.double(), (best * LOG2_E).expand(qo_len, 2), rtol=2.0**-20, atol=0
     )
+
+
+@pytest.mark.parametrize("low", [3, 100, 1000])
+@pytest.mark.parametrize("high", [5, 400, 1001])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_one_thread_on_both_sides_of_2_to_the_18(
+    backend: str, dtype: torch.dtype, high: int, low: int
+) -> None:
+    """A thread holds rows r and r + 8: one's largest logit is 1.7e5, the other's 3.4e5, in base 2.
+
+    Each row has it twice, in KV tiles far apart, and nothing else near it: its weights are 0.5 and
+    0.5, its output the mean of two values. `low` and `high` move the first of them, so the two rows
+    reach their maxima in different orders.
+    """
+    qo_len, kv_len, head_dim, last = 256, 2100, 64, 2090
+    is_high = torch.arange(qo_len, device="cuda") % 16 >= 8
+    q = torch.zeros(qo_len, 1, head_dim, dtype=dtype, device="cuda")
+    k = torch.zeros(kv_len, 1, head_dim, dtype=dtype, device="cuda")
+    q[is_high, 0, 0] = 1.40625
+    q[~is_high, 0, 1] = 0.703125
+    k[[high, last], 0, 0] = 1.0
+    k[[low, last], 0, 1] = 1.0
+    v = torch.randint(-32, 33, (kv_len, 1, head_dim), device="cuda").to(dtype)
+    sm_scale = 167772.7
+    out, lse = run(q, k, v, sm_scale=sm_scale, backend=backend)
+    largest = q[:, 0].sum(-1).double() * sm_scale
+    assert (largest[is_high] * LOG2_E > 2.0**18).all()
+    assert (largest[~is_high] * LOG2_E < 2.0**18).all()
+
+    expected = expect(q, k, v, sm_scale=sm_scale)
+    first = torch.where(is_high, high, low)
+    mean = (v[first].double() + v[last].double()) / 2
+    assert torch.equal(expected.out, mean)
+    # The row's weights may be 2^-7 off 1 before rounding, alike: the quotient keeps its rounding.
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), mean, rtol=unit, atol=0)
+    assert torch.equal(out[is_high].double(), mean[is_high])
+    torch.testing.assert_close(lse.double(), (largest * LOG2_E + 1)[:, None], rtol=2.0**-20, atol=0)
+
+
+@pytest.mark.parametrize("name", ["scale_q", "scale_k"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_as_scale_leaves_rows_without_keys_empty(
+    backend: str, dtype: torch.dtype, name: str
+) -> None:
+    q, k, v = inputs(300, 43, dtype=dtype)
+    for scale in (math.nan, torch.full((4 if name == "scale_q" else 2,), math.nan, device="cuda")):
+        out, lse = run(q, k, v, causal=True, backend=backend, **{name: scale})
+        assert (out[:257] == 0).all()
+        assert (lse[:257] == -math.inf).all()
+        assert out[257:].isnan().all()
+        assert lse[257:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
