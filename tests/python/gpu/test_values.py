@@ -134,7 +134,7 @@ def test_rows_of_one_thread_on_both_sides_of_2_to_the_18(
     assert torch.equal(expected.out, mean)
     # The row's weights may be 2^-7 off 1 before rounding, alike: the quotient keeps its rounding.
     unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(out.double(), mean, rtol=unit, atol=0)
+    torch.testing.assert_close(out.double(), mean, rtol=1.5 * unit, atol=0)
     assert torch.equal(out[is_high].double(), mean[is_high])
     torch.testing.assert_close(lse.double(), (largest * LOG2_E + 1)[:, None], rtol=2.0**-20, atol=0)
 
