@@ -162,10 +162,9 @@ def single_prefill_with_kv_cache(
             kv_layout="HND".
         v: As k, with head_dim_vo, which may differ from head_dim_qk.
             dtypes: q, k, v all float16, all bfloat16, or all float8 (e4m3fn, e5m2); or
-                float16/bfloat16 q with float8
-            k and v. Strides: any. Where the last one is not 1, an outer one is not a multiple of 8
-            elements, or the address is not a multiple of 16 bytes, fa2 and fa3 work on a copy;
-            `explain` says so.
+            float16/bfloat16 q with float8 k and v. Strides: any. Where the last one is not 1, an
+            outer one is not a multiple of 8 elements, or the address is not a multiple of 16 bytes,
+            fa2 and fa3 work on a copy; `explain` says so.
         scale_q: Multiplier of q, e.g. to dequantise float8: float32 [num_qo_heads] or one element
             on q's device, or a float. Counts for 16-bit inputs too.
         scale_k: Likewise for k, [num_kv_heads].
@@ -193,12 +192,12 @@ def single_prefill_with_kv_cache(
         rope_theta: Default 1e4. Only with "ROPE_LLAMA".
         backend: "auto" takes the fastest that this build, device and call allow (fa3, fa2,
             reference: `explain` tells); "fa2", "fa3" and "reference" name one, which never gives
-                way to another.
+            way to another.
         return_lse: Also return the LSE.
         k_scale: One more multiplier of k: a float, or float32 of one element on q's device.
         v_scale: One more multiplier of v, likewise.
-        out: Receives the result: [qo_len, num_qo_heads, head_dim_vo] of o_dtype, any strides. Must
-            not overlap an input; this is not checked.
+        out: Receives the result: [qo_len, num_qo_heads, head_dim_vo] of o_dtype, any strides that
+            give each element its own address. Must not overlap an input; this is not checked.
         lse: Receives the LSE: float32 [qo_len, num_qo_heads], any strides. Only with
             return_lse=True.
         alibi_slopes: float32 [num_qo_heads]; default the paper's rule. Only with "ALIBI".
@@ -210,8 +209,7 @@ def single_prefill_with_kv_cache(
         The output [qo_len, num_qo_heads, head_dim_vo]; with return_lse a pair of it and the LSE,
         float32 [qo_len, num_qo_heads]: `log2(sum_j exp(logit))`, **base 2** as FlashInfer's on
         every backend. It holds sm_scale, caps, biases, q and k scales and sinks, not the v scales.
-        A row that sees no key has output 0 and LSE
-        -inf (with a sink: sink * log2(e)).
+        A row that sees no key has output 0 and LSE -inf (with a sink: sink * log2(e)).
 
     Raises:
         ValueError: A shape, size or value out of range, an unknown word, tensors on several
@@ -271,8 +269,9 @@ def single_prefill_with_kv_cache_return_lse(
 def explain(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Explanation:
     """What `single_prefill_with_kv_cache` would do with the same arguments, without doing it.
 
-    Arguments that the call would refuse with ValueError or TypeError are refused here too; where it
-    would raise NotImplementedError, the explanation's backend is None and its reason is the text.
+    What the call would refuse on every backend is refused here too: ValueError, TypeError, and
+    NotImplementedError for an input that requires grad in grad mode. Where the named backend alone
+    cannot, the explanation's backend is None and its reason is the text of the error.
     """
     return explain_request(make_request(q, k, v, *args, **kwargs))
 

@@ -25,7 +25,7 @@ def _shape(tensor: Tensor) -> str:
 
 def _kind(value: object) -> str:
     """A value and its type, cut short: it may be a long list."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} of type {type(value).__name__}"
 
 
@@ -33,6 +33,14 @@ def not_a_tensor(*named: tuple[str, Any]) -> TypeError:
     name, value = next((n, x) for n, x in named if not isinstance(x, Tensor))
     return TypeError(
         f"{name} is {_kind(value)}; expected a torch.Tensor. Convert it with torch.as_tensor(...)."
+    )
+
+
+def not_strided(*named: tuple[str, Tensor]) -> TypeError:
+    name, value = next((n, x) for n, x in named if x.layout is not torch.strided)
+    return TypeError(
+        f"{name} has layout {value.layout}; expected a dense tensor, torch.strided. Convert it "
+        f"with {name}.to_dense()."
     )
 
 
@@ -64,7 +72,19 @@ def not_a_float(name: str, value: object) -> TypeError:
             f"{name}.item() outside the loop; scales that live on the device go to scale_q, "
             "scale_k, scale_v, k_scale or v_scale."
         )
-    return TypeError(f"{name} is {_kind(value)}; expected a float.")
+    per_head = (
+        " Values per head are a float32 torch.Tensor on q's device."
+        if name in ("scale_q", "scale_k", "scale_v")
+        else ""
+    )
+    return TypeError(f"{name} is {_kind(value)}; expected a float.{per_head}")
+
+
+def float_too_large(name: str, value: object) -> ValueError:
+    return ValueError(
+        f"{name}, of type {type(value).__name__}, is too large for a float; expected at most about "
+        "1.8e308 in size."
+    )
 
 
 def not_an_int(name: str, value: object) -> TypeError:
@@ -273,5 +293,6 @@ def bad_result_dtype(name: str, value: Tensor, dtype: torch.dtype) -> TypeError:
 def result_overlaps_itself(name: str, value: Tensor) -> ValueError:
     return ValueError(
         f"{name} has shape {_shape(value)} and strides {value.stride()}: several of its elements "
-        "share memory; expected one address per element. Allocate it instead of expanding it."
+        "share memory, or its dimensions interleave; expected each dimension to step over those of "
+        "smaller stride. Allocate it instead of expanding it."
     )

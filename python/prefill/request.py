@@ -165,13 +165,16 @@ def make_request(
     # Kinds and unknown words.
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise errors.not_a_tensor(("q", q), ("k", k), ("v", v))
-    if kv_layout not in KV_LAYOUTS:
+    if not (q.layout is k.layout is v.layout is torch.strided):
+        raise errors.not_strided(("q", q), ("k", k), ("v", v))
+    # isinstance first: an array compares element by element and has no truth.
+    if not isinstance(kv_layout, str) or kv_layout not in KV_LAYOUTS:
         raise errors.unknown_word("kv_layout", kv_layout, KV_LAYOUTS)
-    if pos_encoding_mode not in POS_ENCODING_MODES:
+    if not isinstance(pos_encoding_mode, str) or pos_encoding_mode not in POS_ENCODING_MODES:
         raise errors.unknown_word("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise errors.unknown_word("backend", backend, BACKENDS)
-    if lse_base not in ("2", "e"):
+    if not isinstance(lse_base, str) or lse_base not in ("2", "e"):
         if type(lse_base) is not int or lse_base != 2:
             raise errors.bad_lse_base(lse_base)
         lse_base = "2"
@@ -212,7 +215,7 @@ def make_request(
         _check_mixed_dtypes(q_dtype, k.dtype, v.dtype)
     if o_dtype is None:
         o_dtype = torch.bfloat16 if q_dtype in FP8_DTYPES else q_dtype
-    elif o_dtype not in OUTPUT_DTYPES:
+    elif not isinstance(o_dtype, torch.dtype) or o_dtype not in OUTPUT_DTYPES:
         raise errors.bad_output_dtype(o_dtype, OUTPUT_DTYPES)
     if use_fp16_qk_reduction and not (q_dtype == torch.float16 and k.dtype == torch.float16):
         raise errors.fp16_reduction_dtype(q_dtype, k.dtype)
@@ -334,7 +337,12 @@ def _as_float(name: str, value: Any) -> float:
         return value
     if isinstance(value, (bool, Tensor)) or not hasattr(value, "__float__"):
         raise errors.not_a_float(name, value)
-    return float(value)
+    if getattr(value, "ndim", 0):  # an array of one element would pass, with a warning
+        raise errors.not_a_float(name, value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise errors.float_too_large(name, value) from None
 
 
 def _as_positive(name: str, value: Any) -> float:
@@ -424,6 +432,8 @@ def _check_result(
 ) -> None:
     if not isinstance(value, Tensor):
         raise errors.not_a_tensor((name, value))
+    if value.layout is not torch.strided:
+        raise errors.not_strided((name, value))
     if tuple(value.shape) != shape:
         raise errors.bad_result_shape(name, value, shape)
     if value.dtype != dtype:
@@ -432,10 +442,26 @@ def _check_result(
         raise errors.wrong_device((name, value), device=device)
     if value.requires_grad and torch.is_grad_enabled():
         raise errors.forward_only(name)
-    if any(
-        stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)
-    ):
+    if not value.is_contiguous() and _may_overlap_itself(value):
         raise errors.result_overlaps_itself(name, value)
+
+
+def _may_overlap_itself(tensor: Tensor) -> bool:
+    """Whether some dimension does not step over all that the dimensions of smaller stride span.
+
+    Then elements share memory, but for contrived strides that interleave.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        if size <= 1:
+            continue
+        span = 0
+        for j, (other_size, other) in enumerate(zip(sizes, strides, strict=True)):
+            if j != i and other <= stride:
+                span += (other_size - 1) * other
+        if stride <= span:
+            return True
+    return False
 
 
 _warned_causal_with_mask = False

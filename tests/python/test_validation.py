@@ -63,6 +63,29 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "out list": ({"out": []}, TypeError, ["out is []", "torch.Tensor"]),
     "mask list": ({"custom_mask": [[True]]}, TypeError, ["custom_mask is [[True]]"]),
     "packed list": ({"packed_custom_mask": [1]}, TypeError, ["packed_custom_mask is [1]"]),
+    "q sparse": (
+        {"q": half(QO, HQ, DQK).to_sparse()},
+        TypeError,
+        ["q has layout torch.sparse_coo", "q.to_dense()"],
+    ),
+    "v sparse": ({"v": half(KV, HK, DVO).to_sparse()}, TypeError, ["v has layout"]),
+    "out sparse": ({"out": half(QO, HQ, DVO).to_sparse()}, TypeError, ["out has layout"]),
+    "scale_q array": (
+        {"scale_q": np.ones(4)},
+        TypeError,
+        ["scale_q is array([1., 1., 1., 1.]) of type ndarray", "torch.Tensor"],
+    ),
+    "scale_k array of one": ({"scale_k": np.ones(1)}, TypeError, ["scale_k is array([1.])"]),
+    "kv_layout array": ({"kv_layout": np.ones(2)}, TypeError, ["kv_layout is array", "'NHD'"]),
+    "pos mode tensor": (
+        {"pos_encoding_mode": torch.ones(2)},
+        TypeError,
+        ["pos_encoding_mode is tensor", "'ALIBI'"],
+    ),
+    "backend array": ({"backend": np.ones(2)}, TypeError, ["backend is array", "'fa2'"]),
+    "o_dtype array": ({"o_dtype": np.ones(2)}, TypeError, ["o_dtype is array"]),
+    "lse_base array": ({"lse_base": np.ones(2)}, ValueError, ["lse_base=array"]),
+    "sm_scale huge": ({"sm_scale": 10**400}, ValueError, ["sm_scale, of type int", "too large"]),
     # unknown words
     "kv_layout": ({"kv_layout": "nhd"}, ValueError, ["kv_layout='nhd'", "'NHD', 'HND'", "case"]),
     "pos mode": ({"pos_encoding_mode": "ROPE"}, ValueError, ["'ROPE'", "'ROPE_LLAMA'"]),
@@ -460,6 +483,25 @@ def test_results_of_any_strides_are_filled() -> None:
     assert torch.equal(lse, expected_lse)
     assert (wide[..., 0] == 7).all()
     assert (wide[..., DVO + 1 :] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [
+        ((QO, HQ, DVO), (0, DVO, 1)),
+        ((QO, HQ, DVO), (DVO, DVO, 1)),  # rows on top of the heads
+        ((QO, HQ, DVO), (HQ * DVO - 1, DVO, 1)),
+        ((QO, HQ, DVO), (HQ * DVO, DVO - 1, 1)),
+        ((QO, HQ, DVO), (1, QO * DVO, QO - 1)),
+    ],
+)
+def test_results_that_overlap_themselves(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    out = torch.zeros(QO * HQ * DVO * 2).half().as_strided(size, stride)
+    with pytest.raises(ValueError, match="share memory"):
+        prefill.single_prefill_with_kv_cache(**tensors(), out=out)
+    lse = torch.zeros(QO + HQ).as_strided((QO, HQ), (1, 1))
+    with pytest.raises(ValueError, match="share memory"):
+        prefill.single_prefill_with_kv_cache(**tensors(), return_lse=True, lse=lse)
 
 
 def test_signature_is_the_documents() -> None:
