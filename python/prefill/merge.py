@@ -24,13 +24,13 @@ from torch import Tensor
 
 
 def merge_state(
-    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, *, lse_base: str = "2"
+    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, *, lse_base: str | int = "2"
 ) -> tuple[Tensor, Tensor]:
     """Merge two states: outputs `[len, heads, head_dim]`, LSEs `[len, heads]`.
 
     Returns the output in o_a's dtype and the LSE (float32, or float64 if an LSE is). `lse_base` is
-    the unit of all LSEs, "2" or "e". A sink that joined both partial calls would count twice: give
-    `sinks` to one of them.
+    the unit of all LSEs, "2" (or 2) or "e". A sink that joined both partial calls would count
+    twice: give `sinks` to one of them.
     """
     _check_state(o_a, lse_a, ("o_a", "lse_a"), "[len, heads, head_dim]", 3)
     _check_state(o_b, lse_b, ("o_b", "lse_b"), "[len, heads, head_dim]", 3)
@@ -40,34 +40,41 @@ def merge_state(
         )
     if o_a.dtype != o_b.dtype:
         raise TypeError(f"o_a and o_b must have one dtype, got {o_a.dtype} and {o_b.dtype}")
-    return _merge([o_a, o_b], [lse_a, lse_b], lse_base)
+    if o_a.device != o_b.device:
+        raise ValueError(f"o_a and o_b must be on one device, got {o_a.device} and {o_b.device}")
+    return _merge([o_a, o_b], [lse_a, lse_b], _is_base_2(lse_base))
 
 
-def merge_states(o: Tensor, lse: Tensor, *, lse_base: str = "2") -> tuple[Tensor, Tensor]:
+def merge_states(o: Tensor, lse: Tensor, *, lse_base: str | int = "2") -> tuple[Tensor, Tensor]:
     """Merge the states `o [len, num_states, heads, head_dim]`, `lse [len, num_states, heads]`.
 
     Returns the output `[len, heads, head_dim]` in o's dtype and the LSE `[len, heads]`, as
     `merge_state` does. No states at all give the empty state.
     """
     _check_state(o, lse, ("o", "lse"), "[len, num_states, heads, head_dim]", 4)
+    base_2 = _is_base_2(lse_base)
     if o.shape[1] == 0:
         length, _, heads, head_dim = o.shape
         empty_lse = lse.new_full((length, heads), -torch.inf, dtype=_lse_dtype(lse))
         return o.new_zeros((length, heads, head_dim)), empty_lse
-    return _merge(list(o.unbind(1)), list(lse.unbind(1)), lse_base)
+    return _merge(list(o.unbind(1)), list(lse.unbind(1)), base_2)
 
 
 def _lse_dtype(*lses: Tensor) -> torch.dtype:
     return torch.float64 if any(lse.dtype == torch.float64 for lse in lses) else torch.float32
 
 
-def _merge(outputs: list[Tensor], lses: list[Tensor], lse_base: str) -> tuple[Tensor, Tensor]:
-    if lse_base == "2":
-        exp, log = torch.exp2, torch.log2
-    elif lse_base == "e":
-        exp, log = torch.exp, torch.log
-    else:
-        raise ValueError(f"lse_base must be '2' or 'e', got {lse_base!r}")
+def _is_base_2(lse_base: object) -> bool:
+    """Whether the unit is 2, not e; what else is refused as attention refuses it."""
+    if isinstance(lse_base, str) and lse_base in ("2", "e"):
+        return lse_base == "2"
+    if type(lse_base) is int and lse_base == 2:
+        return True
+    raise ValueError(f"lse_base must be '2' or 'e', got {lse_base!r}")
+
+
+def _merge(outputs: list[Tensor], lses: list[Tensor], base_2: bool) -> tuple[Tensor, Tensor]:
+    exp, log = (torch.exp2, torch.log2) if base_2 else (torch.exp, torch.log)
     lse_dtype = _lse_dtype(*lses)
     dtype = torch.float64 if outputs[0].dtype == torch.float64 else lse_dtype
     states = [lse.to(dtype) for lse in lses]

@@ -49,6 +49,12 @@ def test_two_states_merge_alike_either_way():
     assert torch.equal(pair[1], both[1])
 
 
+def test_base_2_as_a_number():
+    o, lse = torch.randn(5, 2, 3, 8), torch.randn(5, 2, 3)
+    for ours, expected in zip(merge_states(o, lse, lse_base=2), merge_states(o, lse), strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_large_and_distant_lses():
     o = torch.tensor([1.0, 2.0, 4.0]).view(1, 3, 1, 1)
     for base in (1e4, -1e4, 1e30, -1e30):
@@ -144,6 +150,11 @@ def test_errors():
         merge_state(o[:, 0], lse[:, 0], o[:2, 0], lse[:2, 0])
     with pytest.raises(ValueError, match="'2' or 'e', got '10'"):
         merge_states(o, lse, lse_base="10")
+    for wrong in ("10", 2.0, True):
+        with pytest.raises(ValueError, match="'2' or 'e'"):
+            merge_states(o[:, :0], lse[:, :0], lse_base=wrong)
+    with pytest.raises(ValueError, match="o_a and o_b must be on one device"):
+        merge_state(o[:, 0], lse[:, 0], o[:, 0].to("meta"), lse[:, 0].to("meta"))
     with pytest.raises(TypeError, match="one dtype"):
         merge_state(o[:, 0], lse[:, 0], o[:, 0].half(), lse[:, 0])
     with pytest.raises(TypeError, match="floating-point"):
