@@ -13,9 +13,7 @@ from prefill._version import __version__
 from prefill.backends import PRIORITY, NativeBackend
 from prefill.text import table
 
-NATIVE_BACKENDS = tuple(
-    backend.name for backend in PRIORITY if isinstance(backend, NativeBackend)
-)
+NATIVE_BACKENDS = tuple(backend.name for backend in PRIORITY if isinstance(backend, NativeBackend))
 DRIVER = "driver's CUDA"
 
 

@@ -108,8 +108,8 @@ def unpack_mask_block(
 ) -> Tensor:
     """Return rows `rows[0]..rows[1]`, keys `keys[0]..keys[1]` (ends excluded) of a packed mask.
 
-    Bool, True = keep.     `packed` is flat, little-endian and without padding between rows. Only
-    the bits of the block are read.
+    Bool, True = keep. `packed` is flat, little-endian and without padding between rows. Only the
+    bits of the block are read.
     """
     row = torch.arange(rows[0], rows[1], dtype=torch.int64, device=packed.device)[:, None]
     key = torch.arange(keys[0], keys[1], dtype=torch.int64, device=packed.device)[None, :]

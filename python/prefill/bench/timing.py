@@ -261,7 +261,7 @@ def prepare(
         if runner is None:
             prepared.refused[contender.name] = reason
             continue
-        problem = checker.problem(contender.name, contender.as_nhd(runner.outputs[0]))
+        problem = checker.problem(contender.as_nhd(runner.outputs[0]))
         if not problem and not all(bool(out.isfinite().all()) for out in runner.outputs):
             problem = "NaN or infinity in the output for other inputs"
         if problem:
