@@ -34,9 +34,10 @@ struct OnlineSoftmax {
   // and weights fit the 16-bit type. From this bound on the unrounded product takes its place.
   static constexpr float kSteep = 262144.f;  // 2^18: errors below it stay within 2^-7
 
-  float multiplier;  // > 0: logits in base-2 units are scores times this
-  Row row_max;       // of the scores seen; -inf when none
-  Row row_sum;       // this thread's share, relative to row_max
+  float multiplier;        // > 0: logits in base-2 units are scores times this
+  Row row_max;             // of the scores seen; -inf when none
+  Row row_sum;             // this thread's share, relative to row_max
+  bool was_steep = false;  // in the last step, for any row of this thread
 
   CUTE_DEVICE explicit OnlineSoftmax(float multiplier_) : multiplier(multiplier_) {
     CUTE_UNROLL
@@ -61,29 +62,29 @@ struct OnlineSoftmax {
       for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
       previous[r] = row_max[r];
       row_max[r] = fmaxf(previous[r], quad_max(tile_max));
-      steep = steep || is_steep(rounded_logit(row_max[r])) || is_steep(rounded_logit(previous[r]));
+      offset[r] = rounded_logit(row_max[r]);
+      steep = steep || is_steep(offset[r]);
     }
     float slope = multiplier;
-    if (steep) {  // rare
+    if (steep || was_steep) {  // rare
       slope = 1.f;
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         factor[r] = steep_factor(previous[r], row_max[r]);
-        offset[r] = 0.f;
-        const float logit = rounded_logit(row_max[r]);
         CUTE_UNROLL
         for (int c = 0; c < size<1>(scores); ++c) {
-          scores(r, c) = is_steep(logit) ? (scores(r, c) - row_max[r]) * multiplier
-                                         : fmaf(scores(r, c), multiplier, -logit);
+          scores(r, c) = is_steep(offset[r]) ? (scores(r, c) - row_max[r]) * multiplier
+                                             : fmaf(scores(r, c), multiplier, -offset[r]);
         }
+        offset[r] = 0.f;
       }
     } else {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        offset[r] = rounded_logit(row_max[r]);
         factor[r] = exp2_approx(__fmul_rn(previous[r], multiplier) - offset[r]);
       }
     }
+    was_steep = steep;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_sum[r] *= factor[r];
