@@ -34,7 +34,8 @@ function(prefill_compile_options target)
   target_include_directories(${target} PRIVATE
     ${PROJECT_SOURCE_DIR}/csrc ${PREFILL_GENERATED_DIR})
   target_include_directories(${target} SYSTEM PRIVATE
-    ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+    ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}
+    ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}/cccl)  # CUDA 13: only nvcc knows of it
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-fno-gnu-unique;-ffunction-sections;-fdata-sections>
     $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-fno-gnu-unique;-Xptxas=--warn-on-spills>)

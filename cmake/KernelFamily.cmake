@@ -4,7 +4,8 @@
 #
 # prefill_kernel_family(<backend> ARCHS ... DTYPES ... HEAD_DIMS ... [EXTENDED_MMA ...])
 #   one .cu with the explicit instantiations of each (backend, dtype, head-dim class); EXTENDED_MMA
-#   names the classes whose tiles need CuTe's rarer WGMMA shapes, a header that costs a minute
+#   names the classes whose tiles need CuTe's rarer WGMMA shapes, a header that costs a minute.
+#   ptxas's report stays beside each object, for a test (ptxas_report.py)
 # prefill_write_kernel_table()
 #   kernel_table.inc (a PREFILL_KERNEL row each) and build_info.inc; call it after the last family
 
@@ -110,7 +111,12 @@ template cudaError_t launch<@types@>(const PrefillParams&, cudaStream_t);
   add_library(prefill_${backend} OBJECT ${sources})
   prefill_compile_options(prefill_${backend})
   target_link_libraries(prefill_${backend} PRIVATE prefill_cutlass)
-  set_target_properties(prefill_${backend} PROPERTIES CUDA_ARCHITECTURES "${archs}")
+  target_compile_options(prefill_${backend} PRIVATE -Xptxas=-v,--warn-on-local-memory-usage)
+  set(launcher ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/ptxas_report.py keep
+      ${CMAKE_CUDA_COMPILER_LAUNCHER})
+  set_target_properties(prefill_${backend} PROPERTIES
+    CUDA_ARCHITECTURES "${archs}"
+    CUDA_COMPILER_LAUNCHER "${launcher}")
 
   list(LENGTH sources count)
   list(JOIN archs "\", \"" quoted_archs)

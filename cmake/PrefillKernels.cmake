@@ -16,4 +16,4 @@ prefill_kernel_family(
   ARCHS 90a-real
   DTYPES float16 bfloat16
   HEAD_DIMS 64x64 128x128 192x128 256x256
-  EXTENDED_MMA 256x256)
+  EXTENDED_MMA 64x64 256x256)

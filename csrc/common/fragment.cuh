@@ -73,24 +73,43 @@ CUTE_DEVICE void convert_fragment(Source const& source, Destination& destination
   *reinterpret_cast<cutlass::Array<Target, kSize>*>(destination.data()) = convert(from);
 }
 
-// Sets scores outside the band to -inf. `coordinates` gives each element's (row, column) within the
-// tile; rows past qo_len take the last row's bounds.
-template <class Scores, class Coordinates, class Mask>
-CUTE_DEVICE void apply_mask(Scores& scores, Coordinates const& coordinates, Mask const& mask,
-                            int first_row, int first_key) {
+// Sets scores outside the band to -inf. `row` and `key` are those of the thread's first element,
+// and `offsets`, which are compile-time constants, what the others add to that (element_offsets).
+// Rows past qo_len take the last row's bounds.
+template <class Scores, class Offsets, class Mask>
+CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, Mask const& mask, int row,
+                            int key) {
   using namespace cute;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const int row =
-        min(first_row + static_cast<int>(get<0>(coordinates(r, _0{}))), mask.qo_len - 1);
-    const int begin = mask.row_begin(row) - first_key;
-    const unsigned count = max(mask.row_end(row) - first_key - begin, 0);
+    const int this_row = min(row + get<0>(offsets(r, _0{})), mask.qo_len - 1);
+    const int begin = mask.row_begin(this_row) - key;
+    const int end = mask.row_end(this_row) - key;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
-      const int column = get<1>(coordinates(r, c));
-      scores(r, c) = static_cast<unsigned>(column - begin) < count ? scores(r, c) : -INFINITY;
+      scores(r, c) = get<1>(offsets(r, c)) < end ? scores(r, c) : -INFINITY;
+    }
+    if (begin > 0) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        scores(r, c) = get<1>(offsets(r, c)) >= begin ? scores(r, c) : -INFINITY;
+      }
     }
   }
+}
+
+// (row, column) of each accumulator of a thread within its tile.
+template <class TileShape, class TiledMma>
+CUTE_DEVICE auto element_coordinates(TiledMma const& tiled_mma, int thread) {
+  using namespace cute;
+  Tensor coordinates = tiled_mma.get_slice(thread).partition_C(make_identity_tensor(TileShape{}));
+  return row_column_view(coordinates);
+}
+
+// The same relative to the thread's first accumulator: alike for all threads, hence constants.
+template <class TileShape, class TiledMma>
+CUTE_DEVICE auto element_offsets(TiledMma const& tiled_mma) {
+  return element_coordinates<TileShape>(tiled_mma, 0);
 }
 
 template <class Scores>

@@ -7,6 +7,23 @@
 
 namespace prefill {
 
+// The order in which a row tile takes its KV tiles: first those that need masking, at the right
+// edge and then at the left, then those that all rows see, lowest keys first. It is a rotation of
+// [begin, end).
+struct KvTileOrder {
+  int first;
+  int end;
+  int count;
+  int num_masked;
+  int num_anchoring;  // as many as it takes until each row has seen a key
+
+  PREFILL_HOST_DEVICE bool empty() const { return count <= 0; }
+
+  PREFILL_HOST_DEVICE int tile(int index) const {
+    return first + index < end ? first + index : first + index - count;
+  }
+};
+
 // KV tiles [begin, end) hold every key that a tile of rows sees. Keys [full_begin, full_end) are
 // seen by all of its rows, so a KV tile within them needs no masking.
 struct KvTileRange {
@@ -20,6 +37,20 @@ struct KvTileRange {
   template <int kTileN>
   PREFILL_HOST_DEVICE bool needs_mask(int tile) const {
     return tile * kTileN < full_begin || (tile + 1) * kTileN > full_end;
+  }
+
+  template <int kTileN>
+  PREFILL_HOST_DEVICE KvTileOrder masked_first() const {
+    if (empty()) return {0, 0, 0, 0, 0};
+    const auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
+    const int right = clamp(full_end / kTileN, begin, end);
+    const int left = clamp((full_begin + kTileN - 1) / kTileN, begin, right);
+    const int num_masked = (end - right) + (left - begin);
+    // No row's last key comes before the first row's, full_end - 1.
+    const bool right_edge_suffices = right < end && full_end > right * kTileN;
+    const int num_anchoring =
+        right_edge_suffices || num_masked == end - begin ? num_masked : num_masked + 1;
+    return {right, end, end - begin, num_masked, num_anchoring};
   }
 };
 

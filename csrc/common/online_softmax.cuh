@@ -97,6 +97,30 @@ struct OnlineSoftmax {
     return factor;
   }
 
+  // As step, with the maximum of the tiles before as the anchor of the weights: nothing is
+  // multiplied afterwards. Rows must have seen a key; anchor_held tells in the end whether it was
+  // good enough.
+  template <class Scores>
+  CUTE_DEVICE void anchored_step(Scores& scores) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float offset = anchor(r);
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        scores(r, c) = exp2_approx(fmaf(scores(r, c), multiplier, -offset));
+        row_sum[r] += scores(r, c);
+      }
+    }
+  }
+
+  // False where an anchored sum may have overflowed or lost bits, or be NaN. Weights of 16 bits and
+  // weighted sums of V may overflow before it does.
+  CUTE_DEVICE bool anchor_held(int r) const {
+    constexpr float kLargestSum = 1.2676506e30f;  // 2^100
+    return row_sum[r] < kLargestSum && !is_steep(anchor(r));
+  }
+
   // After the last tile: makes row_sum the whole row's sum.
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
@@ -113,6 +137,9 @@ struct OnlineSoftmax {
   }
 
  private:
+  // -inf where no key was seen.
+  CUTE_DEVICE float anchor(int r) const { return __fmul_rn(row_max[r], multiplier); }
+
   CUTE_DEVICE static bool is_steep(float logit) { return fabsf(logit) >= kSteep; }
 
   // 0 for a row that has seen no key, so that its weights come out as exp2(-inf).
@@ -148,19 +175,34 @@ CUTE_DEVICE void scale_rows(Accumulators& accumulators, Row const& factor) {
 }
 
 // Turns weighted sums into means times `value_scale`; rows without keys become exactly zero,
-// whatever the masked values were.
-template <class Accumulators, class Softmax>
-CUTE_DEVICE void normalise_rows(Accumulators& accumulators, Softmax const& softmax,
-                                float value_scale) {
-  CUTE_UNROLL
-  for (int r = 0; r < cute::size<0>(accumulators); ++r) {
-    const bool is_empty = softmax.row_is_empty(r);
-    const float factor = value_scale / softmax.row_sum[r];
+// whatever the masked values were. One number a row: -0 stands for a row without keys.
+template <int kRows>
+struct Normaliser {
+  cute::array<float, kRows> factor;
+
+  Normaliser() = default;
+
+  template <class Softmax>
+  CUTE_DEVICE Normaliser(Softmax const& softmax, float value_scale) {
     CUTE_UNROLL
-    for (int c = 0; c < cute::size<1>(accumulators); ++c) {
-      accumulators(r, c) = is_empty ? 0.f : accumulators(r, c) * factor;
+    for (int r = 0; r < kRows; ++r) {
+      factor[r] =
+          softmax.row_is_empty(r) ? -0.f : __fdividef(value_scale, softmax.row_sum[r]) + 0.f;
     }
   }
-}
+
+  template <class Accumulators>
+  CUTE_DEVICE void apply(Accumulators& accumulators) const {
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(accumulators); ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(accumulators); ++c) accumulators(r, c) *= factor[r];
+      if (__float_as_uint(factor[r]) == 0x80000000u) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(accumulators); ++c) accumulators(r, c) = 0.f;
+      }
+    }
+  }
+};
 
 }  // namespace prefill

@@ -41,7 +41,7 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
   Tensor out_rows = row_column_view(out);
-  normalise_rows(out_rows, softmax, value_scale);
+  Normaliser<Traits::Softmax::kRows>(softmax, value_scale).apply(out_rows);
   Tensor rounded = make_tensor<T>(out.layout());
   convert_fragment<T>(out, rounded);
 
@@ -51,10 +51,8 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
   copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-  auto thr_mma = tiled_mma.get_slice(threadIdx.x);
-  Tensor element_coordinates =
-      thr_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{}));
-  Tensor coordinates = row_column_view(element_coordinates);
+  const auto coordinates =
+      element_coordinates<Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>>(tiled_mma, threadIdx.x);
   store_lse(params, softmax, coordinates, head, first_row);
 
   __syncthreads();

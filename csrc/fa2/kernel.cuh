@@ -21,14 +21,13 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
   const WorkTile work = schedule.tile(blockIdx.x);
   const int first_row = work.m_tile * Traits::kM;
-  const int kv_head = work.head / (params.num_qo_heads / params.num_kv_heads);
   const BandMask mask = BandMask::of(params);
   const KvTileRange tiles = mask.kv_tiles<Traits::kM, Traits::kN>(first_row);
-  const LogitScale scale = logit_scale(params, work.head, kv_head);
+  const LogitScale scale = logit_scale(params, work.head, work.kv_head);
 
   const KvLoader<Traits> loader{
-      HeadRows<T>::of(params.k, kv_head, params.kv_len, params.head_dim_qk),
-      HeadRows<T>::of(params.v, kv_head, params.kv_len, params.head_dim_vo), smem};
+      HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
+      HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo), smem};
   if (!tiles.empty()) {
     load_rows<Traits, Traits::kM, Traits::Dims::kQk>(
         HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row, smem.q);
@@ -40,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
   attend<Traits>(loader, mask, tiles, scale, first_row, softmax, out);
-  write_tile<Traits>(smem, params, work.head, first_row, value_scale(params, kv_head), softmax,
+  write_tile<Traits>(smem, params, work.head, first_row, value_scale(params, work.kv_head), softmax,
                      out);
 }
 

@@ -62,16 +62,14 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
-  auto thr_mma = tiled_mma.get_slice(threadIdx.x);
   auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, tiled_mma);
   auto copy_k = make_tiled_copy_B(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, tiled_mma);
   auto copy_v = make_tiled_copy_B(Copy_Atom<SM75_U16x8_LDSM_T, T>{}, tiled_mma);
   Tensor q = make_tensor(make_smem_ptr(loader.smem.q), typename Traits::LayoutQ{});
   Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
-  Tensor element_coordinates =
-      thr_mma.partition_C(make_identity_tensor(Shape<Int<Traits::kM>, Int<Traits::kN>>{}));
-  Tensor coordinates = row_column_view(element_coordinates);
+  using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
+  const auto origin = element_coordinates<TileShape>(tiled_mma, threadIdx.x)(_0{}, _0{});
 
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
     const auto start_next_k = [&] {  // V has landed, K is no longer read
@@ -88,7 +86,8 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
     Tensor rows = row_column_view(scores);
     if (scale.factor != 1.f || tiles.template needs_mask<Traits::kN>(tile)) {
       scale_scores(rows, scale.factor);
-      apply_mask(rows, coordinates, mask, first_row, tile * Traits::kN);
+      apply_mask(rows, element_offsets<TileShape>(tiled_mma), mask, first_row + get<0>(origin),
+                 tile * Traits::kN + get<1>(origin));
     }
     const auto factor = softmax.step(rows);
     Tensor out_rows = row_column_view(out);

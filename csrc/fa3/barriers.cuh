@@ -8,9 +8,15 @@
 
 namespace prefill::fa3 {
 
+// Keeps memory accesses on their side of a barrier operation, which tells the compiler nothing of
+// memory.
+CUTLASS_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
+
 // A ring of shared-memory stages. TMA completes `full`, consumers arrive at `empty`.
 template <int kStages>
 struct RingBarriers {
+  static_assert((kStages & (kStages - 1)) == 0, "uses are counted in 32 bits");
+
   cutlass::arch::ClusterTransactionBarrier full[kStages];
   cutlass::arch::ClusterBarrier empty[kStages];
 
@@ -20,19 +26,15 @@ struct RingBarriers {
       empty[stage].init(num_releases);
     }
   }
-};
 
-// A position in a ring that is walked round and round.
-template <int kStages>
-struct RingCursor {
-  int stage = 0;
-  uint32_t phase = 0;
-
-  CUTLASS_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+  // Uses of the ring are counted from 0.
+  CUTLASS_DEVICE void wait_full(uint32_t use) {
+    full[use % kStages].wait(use / kStages & 1);
+    compiler_fence();
+  }
+  CUTLASS_DEVICE void wait_empty(uint32_t use) {
+    empty[use % kStages].wait(~use / kStages & 1);
+    compiler_fence();
   }
 };
 
@@ -50,6 +52,18 @@ CUTLASS_DEVICE void named_barrier_sync(NamedBarrier barrier, int index, int thre
 CUTLASS_DEVICE void named_barrier_arrive(NamedBarrier barrier, int index, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier) + index), "r"(threads)
                : "memory");
+}
+
+// As named_barrier_sync; true for all where `vote` is for one.
+CUTLASS_DEVICE bool named_barrier_any(NamedBarrier barrier, int index, int threads, bool vote) {
+  int any;
+  asm volatile(
+      "{.reg .pred mine, all; setp.ne.b32 mine, %1, 0; barrier.cta.red.or.pred all, %2, %3, mine;\n"
+      "selp.b32 %0, 1, 0, all;}"
+      : "=r"(any)
+      : "r"(static_cast<int>(vote)), "r"(static_cast<int>(barrier) + index), "r"(threads)
+      : "memory");
+  return any != 0;
 }
 
 // Consumer warpgroups issue their products in turn, so that one's softmax runs while the tensor

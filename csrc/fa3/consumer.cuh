@@ -4,128 +4,249 @@
 #include "common/fragment.cuh"
 #include "common/logits.cuh"
 #include "common/mask.cuh"
+#include "common/params.h"
+#include "fa3/epilogue.cuh"
 #include "fa3/traits.cuh"
+#include "fa3/work_list.cuh"
 
 namespace prefill::fa3 {
 
-enum class Accumulate : bool { no, yes };
-
-// Starts acc (+)= A B and commits it as one group.
-template <Accumulate kAccumulate, class TiledMma, class A, class B, class Acc>
-CUTE_DEVICE void start_gemm(TiledMma& mma, A const& a, B const& b, Acc& acc) {
+// Starts acc = A B, or acc += A B, and commits it as one group; calls `near_end` when all but the
+// last `kLeft` instructions are on their way.
+template <int kLeft = 0, class TiledMma, class A, class B, class Acc, class NearEnd>
+CUTE_DEVICE void start_gemm(TiledMma& mma, A const& a, B const& b, bool accumulate, Acc& acc,
+                            NearEnd&& near_end) {
   warpgroup_fence_operand(acc);
   warpgroup_arrive();
-  mma.accumulate_ = kAccumulate == Accumulate::yes ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+  mma.accumulate_ = accumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+  constexpr int kSteps = decltype(size<2>(a))::value;
   CUTE_UNROLL
-  for (int k = 0; k < size<2>(a); ++k) {
+  for (int k = 0; k < kSteps; ++k) {
+    if (k + kLeft == kSteps) near_end();
     gemm(mma, a(_, _, k), b(_, _, k), acc);
     mma.accumulate_ = GMMA::ScaleOut::One;
   }
   warpgroup_commit_batch();
+  if (kLeft == 0) near_end();
 }
 
 template <class Traits>
 struct Consumer {
   using T = typename Traits::T;
-  using Ring = RingBarriers<Traits::kStages>;
-  using Cursor = RingCursor<Traits::kStages>;
+  using Dims = typename Traits::Dims;
+  using Softmax = typename Traits::Softmax;
 
   typename Traits::SharedStorage& smem;
+  typename Traits::ConsumerStorage& own;
+  PrefillParams const& params;
+  BandMask const& mask;
   const int warpgroup;
   const int thread;  // within the warpgroup
   Turn<Traits::kWarpgroups> turn;
-  RingCursor<1> q_cursor;
-  Cursor k_cursor, v_cursor;
+  uint32_t num_rows = 0;   // row tiles that have been started
+  uint32_t num_steps = 0;  // KV tiles whose K has been used; V lags one behind
 
-  CUTE_DEVICE Consumer(typename Traits::SharedStorage& smem_, int warpgroup_)
+  CUTE_DEVICE Consumer(typename Traits::SharedStorage& smem_, PrefillParams const& params_,
+                       BandMask const& mask_, int warpgroup_)
       : smem(smem_),
+        own(smem_.consumers[warpgroup_]),
+        params(params_),
+        mask(mask_),
         warpgroup(warpgroup_),
         thread(threadIdx.x % kWarpgroupThreads),
         turn(warpgroup_) {}
 
-  CUTE_DEVICE static void wait_full(Ring& ring, Cursor const& cursor) {
-    ring.full[cursor.stage].wait(cursor.phase);
+  // The row tile started last, and the one before.
+  CUTE_DEVICE RowTile const& rows() const { return own.rows[(num_rows - 1) % Traits::kRowTiles]; }
+  CUTE_DEVICE RowTile const& previous_rows() const {
+    return own.rows[(num_rows - 2) % Traits::kRowTiles];
+  }
+
+  // ptxas moves the wait for a product up, above arithmetic that is meant to run under the product.
+  // A store of what the arithmetic gave holds it in its place.
+  CUTE_DEVICE void hold(float value) {
+    if constexpr (Traits::kHoldsWaits) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(&own.held[thread])),
+                   "f"(value)
+                   : "memory");
+    }
   }
 
   // Every warp reports for itself: its part of the product is done.
-  CUTE_DEVICE void release(Ring& ring, Cursor& cursor) const {
-    if (thread % 32 == 0) ring.empty[cursor.stage].arrive();
-    cursor.advance();
+  template <int kStages>
+  CUTE_DEVICE void release(RingBarriers<kStages>& ring, uint32_t use) const {
+    if (thread % 32 == 0) ring.empty[use % kStages].arrive();
   }
 
   template <class Scores>
-  CUTE_DEVICE void mask_scores(Scores& scores, BandMask const& mask, KvTileRange const& tiles,
-                               LogitScale const& scale, int first_row, int tile) const {
-    if (scale.factor == 1.f && !tiles.template needs_mask<Traits::kN>(tile)) return;
-    Tensor element_coordinates = typename Traits::MmaQk{}.get_slice(thread).partition_C(
-        make_identity_tensor(Shape<Int<kWarpgroupRows>, Int<Traits::kN>>{}));
-    Tensor coordinates = row_column_view(element_coordinates);
-    scale_scores(scores, scale.factor);
-    apply_mask(scores, coordinates, mask, first_row, tile * Traits::kN);
+  CUTE_DEVICE void mask_scores(Scores& scores, int step) const {
+    if (step >= rows().order.num_masked) return;
+    using TileShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
+    typename Traits::MmaQk mma;
+    const auto origin = element_coordinates<TileShape>(mma, thread)(_0{}, _0{});
+    const float factor = rows().logit_scale.factor;
+    if (factor != 1.f) scale_scores(scores, factor);
+    apply_mask(scores, element_offsets<TileShape>(mma), mask, rows().first_row + get<0>(origin),
+               rows().order.tile(step) * Traits::kN + get<1>(origin));
   }
 
-  // One row tile. `first_row` is this warpgroup's. While the softmax of one KV tile runs, the
-  // product P V of the tile before is in flight.
+  using RowNormaliser = Normaliser<Softmax::kRows>;
+
+  // For rows whose last product has been started: writes the LSE, and answers what to multiply the
+  // output by. That is NaN where anchored sums have left their range.
+  CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
+    softmax.finish();
+    const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
+        typename Traits::MmaPv{}, thread);
+    store_lse(params, softmax, coordinates, rows.head, rows.first_row);
+    if (rows.is_anchored()) {
+      CUTE_UNROLL
+      for (int r = 0; r < Softmax::kRows; ++r) {
+        if (!softmax.anchor_held(r)) softmax.row_sum[r] = NAN;
+      }
+    }
+    return {softmax, rows.value_scale};
+  }
+
+  // Writes the output, or puts the row tile on the redo list where anchored weights turn out to
+  // have left their range.
   template <class Acc>
-  CUTE_DEVICE void attend(BandMask const& mask, KvTileRange const& tiles, LogitScale const& scale,
-                          int first_row, typename Traits::Softmax& softmax, Acc& out) {
+  CUTE_DEVICE void write(RowTile const& rows, RowNormaliser const& normaliser, Acc& out) {
+    Tensor out_rows = row_column_view(out);
+    normaliser.apply(out_rows);
+    if (rows.is_anchored()) {
+      const bool is_finite = all_finite(out);
+      if (named_barrier_any(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads, !is_finite)) {
+        if (thread == 0) smem.redo_list.add(rows.round);
+        return;
+      }
+    }
+    store_rows<T>(params.out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row, out);
+  }
+
+  // Starts the next row tile; false where it sees no key, or there is none.
+  CUTE_DEVICE bool next_rows() {
+    own.q_ring.wait_full(num_rows++);
+    return !rows().order.empty();
+  }
+
+  // All row tiles, as one stream of steps: while the softmax of one KV tile runs, the product P V
+  // of the KV tile before is in flight, be it of the same row tile or of the one before.
+  CUTE_DEVICE void run() {
     typename Traits::MmaQk mma_qk;
     typename Traits::MmaPv mma_pv;
-    Tensor q_tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
     Tensor k_tiles = make_tensor(make_smem_ptr(smem.k[0]), typename Traits::LayoutK{});
     Tensor vt_tiles = make_tensor(make_smem_ptr(smem.v[0]), typename Traits::LayoutVt{});
-    Tensor q_rows = local_tile(q_tile, Shape<Int<kWarpgroupRows>, Int<Traits::Dims::kQk>>{},
-                               make_coord(warpgroup, _0{}));
-    Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);   // (MMA, MMA_M, MMA_K)
     Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
     Tensor vt =
         mma_pv.get_slice(thread).partition_fragment_B(vt_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
-
-    Tensor scores = partition_fragment_C(mma_qk, Shape<Int<kWarpgroupRows>, Int<Traits::kN>>{});
-    Tensor score_rows = row_column_view(scores);
+    Tensor out = partition_fragment_C(mma_pv, Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>{});
     Tensor out_rows = row_column_view(out);
-    Tensor p_scores = make_tensor<T>(scores.layout());
+    const auto new_scores = [&] {
+      return partition_fragment_C(mma_qk, Shape<Int<kWarpgroupRows>, Int<Traits::kN>>{});
+    };
+    Tensor p_scores = make_tensor<T>(typename decltype(new_scores())::layout_type{});
     Tensor p = make_tensor(p_scores.data(), operand_a_layout(p_scores.layout()));
 
-    wait_full(smem.k_ring, k_cursor);
-    start_gemm<Accumulate::no>(mma_qk, q, k(_, _, _, k_cursor.stage), scores);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(scores);
-    release(smem.k_ring, k_cursor);
-    mask_scores(score_rows, mask, tiles, scale, first_row, tiles.end - 1);
-    softmax.step(score_rows);
-    convert_fragment<T>(scores, p_scores);
-
-    for (int tile = tiles.end - 2; tile >= tiles.begin; --tile) {
-      wait_full(smem.k_ring, k_cursor);
+    // `is_pending`: P of the step before waits for its product.
+    const auto start_pv = [&](bool is_pending, bool accumulate, auto&& near_end) {
+      if (is_pending) smem.v_ring.wait_full(num_steps - 1);
+      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, (num_steps - 1) % Traits::kStages),
+                                       accumulate, out, near_end);
+    };
+    const auto start_products = [&](auto& scores, bool is_pending, bool accumulate) {
+      T* q_data = own.q[0];
+      if constexpr (!Traits::kKeepsQ) asm volatile("" : "+l"(q_data));  // for all ptxas knows, new
+      Tensor q_rows = make_tensor(make_smem_ptr(q_data), typename Traits::LayoutQ{});
+      Tensor q =
+          mma_qk.get_slice(thread).partition_fragment_A(q_rows);  // (MMA, MMA_M, MMA_K, PIPE)
       turn.take();
-      start_gemm<Accumulate::no>(mma_qk, q, k(_, _, _, k_cursor.stage), scores);
-      wait_full(smem.v_ring, v_cursor);
-      start_gemm<Accumulate::yes>(mma_pv, p, vt(_, _, _, v_cursor.stage), out);
-      turn.give();
+      smem.k_ring.wait_full(num_steps);
+      start_gemm(mma_qk, q(_, _, _, (num_rows - 1) % Traits::kQStages),
+                 k(_, _, _, num_steps % Traits::kStages), false, scores, [] {});
+      start_pv(is_pending, accumulate, [&] { turn.give(); });
+    };
+    const auto finish_qk = [&](auto& scores, bool is_last) {
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
-      release(smem.k_ring, k_cursor);
-      mask_scores(score_rows, mask, tiles, scale, first_row, tile);
-      const auto factor = softmax.step(score_rows);
+      release(smem.k_ring, num_steps);
+      if (is_last) release(own.q_ring, num_rows - 1);
+    };
+    const auto finish_pv = [&](bool is_pending) {
       warpgroup_wait<0>();
       warpgroup_fence_operand(out);
-      release(smem.v_ring, v_cursor);
-      scale_rows(out_rows, factor);
-      convert_fragment<T>(scores, p_scores);
+      if (is_pending) release(smem.v_ring, num_steps - 1);
+    };
+
+    while (true) {
+      Softmax softmax(1.f);
+      while (next_rows()) {
+        const int count = rows().order.count;
+        int num_exact = 1;
+        int step = 0;
+        // The first step also ends the row tile before. Where there is none, its second product
+        // multiplies what happens to be in registers and shared memory, and the next overwrites the
+        // result: ptxas serialises products that are under a condition.
+        for (; step < num_exact; ++step) {
+          const bool has_previous = previous_rows().order.count > 0;
+          const bool is_pending = step > 0 || has_previous;
+          Tensor scores = new_scores();
+          Tensor score_rows = row_column_view(scores);
+          start_products(scores, is_pending,
+                         step > 1 || (step == 0 && previous_rows().order.count > 1));
+          RowNormaliser normaliser;
+          if (step == 0) {
+            if (has_previous) normaliser = finish(previous_rows(), softmax);
+            softmax = Softmax(rows().logit_scale.multiplier);
+            num_exact = rows().num_exact;
+          }
+          finish_qk(scores, step + 1 == count);
+          mask_scores(score_rows, step);
+          const auto growth = softmax.step(score_rows);
+          hold(softmax.row_sum[0] + softmax.row_sum[1]);
+          finish_pv(is_pending);
+          convert_fragment<T>(scores, p_scores);
+          if (step > 0) {
+            scale_rows(out_rows, growth);
+          } else if (has_previous) {
+            write(previous_rows(), normaliser, out);
+          }
+          ++num_steps;
+        }
+        bool accumulate = step > 1;
+        for (int left = count - step; left > 0; --left) {
+          Tensor scores = new_scores();
+          Tensor score_rows = row_column_view(scores);
+          start_products(scores, true, accumulate);
+          accumulate = true;
+          finish_qk(scores, left == 1);
+          softmax.anchored_step(score_rows);
+          hold(softmax.row_sum[0] + softmax.row_sum[1]);
+          finish_pv(true);
+          convert_fragment<T>(scores, p_scores);
+          ++num_steps;
+        }
+      }
+
+      const bool has_previous = previous_rows().order.count > 0;
+      start_pv(has_previous, previous_rows().order.count > 1, [] {});
+      finish_pv(has_previous);
+      if (has_previous) write(previous_rows(), finish(previous_rows(), softmax), out);
+
+      if (!rows().is_end()) {  // rows that see no key
+        softmax = Softmax(1.f);
+        clear(out);
+        write(rows(), finish(rows(), softmax), out);
+      }
+      release(own.q_ring, num_rows - 1);
+      if (rows().is_end()) {
+        if (rows().round > 0) break;
+        if (thread == 0) smem.redo_list.arrive();
+        if (!smem.redo_list.wait_any()) break;
+      }
     }
-
-    wait_full(smem.v_ring, v_cursor);
-    start_gemm<Accumulate::yes>(mma_pv, p, vt(_, _, _, v_cursor.stage), out);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(out);
-    release(smem.v_ring, v_cursor);
+    turn.finish();
   }
-
-  CUTE_DEVICE void wait_q() const { smem.q_ring.full[0].wait(q_cursor.phase); }
-
-  // Q's place is free again. One thread of the warpgroup calls this, after its output has left.
-  CUTE_DEVICE void release_q() const { smem.q_ring.empty[0].arrive(); }
 };
 
 }  // namespace prefill::fa3

@@ -1,59 +1,58 @@
-// Writes a warpgroup's finished rows: output through Q's place in shared memory and TMA, and LSE.
+// Writes a warpgroup's finished rows, output and LSE, straight from registers.
 #pragma once
-
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/fragment.cuh"
 #include "common/lse.cuh"
 #include "common/params.h"
-#include "fa3/consumer.cuh"
-#include "fa3/tensor_maps.cuh"
 #include "fa3/traits.cuh"
 
 namespace prefill::fa3 {
 
-template <class Traits, class Acc>
-CUTE_DEVICE void write_rows(Consumer<Traits>& consumer, PrefillParams const& params,
-                            TensorMaps const& maps, int head, int first_row, float value_scale,
-                            typename Traits::Softmax& softmax, Acc& out) {
-  using T = typename Traits::T;
-  typename Traits::MmaPv mma_pv;
-  const int warpgroup = consumer.warpgroup;
-  const int thread = consumer.thread;
-
-  softmax.finish();
-  Tensor element_coordinates = mma_pv.get_slice(thread).partition_C(
-      make_identity_tensor(Shape<Int<kWarpgroupRows>, Int<Traits::Dims::kVo>>{}));
-  Tensor coordinates = row_column_view(element_coordinates);
-  store_lse(params, softmax, coordinates, head, first_row);
-
-  Tensor out_rows = row_column_view(out);
-  normalise_rows(out_rows, softmax, value_scale);
-  Tensor rounded = make_tensor<T>(out.layout());
-  convert_fragment<T>(out, rounded);
-
-  // The whole warpgroup is done with its rows of Q before they are overwritten.
-  named_barrier_sync(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads);
-  Tensor tile = make_tensor(make_smem_ptr(consumer.smem.q), typename Traits::LayoutO{});
-  Tensor rows = local_tile(tile, Shape<Int<kWarpgroupRows>, Int<Traits::Dims::kVo>>{},
-                           make_coord(warpgroup, _0{}));
-  auto copy_out = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, T>{}, mma_pv);
-  auto thr_copy_out = copy_out.get_slice(thread);
-  copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(rows));
-  tma_store_fence();
-  named_barrier_sync(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads);
-  if (thread == 0) {
-    if (first_row < params.qo_len) {
-      for (int column = 0; column < params.head_dim_vo; column += Traits::kColumns) {
-        T const* box =
-            consumer.smem.q + Traits::kM * column + warpgroup * kWarpgroupRows * Traits::kColumns;
-        SM90_TMA_STORE_3D::copy(&maps.out, box, column, first_row, head);
+// Rounds accumulators of a warpgroup to 16 bits and writes them, from row `first_row` on. Two
+// neighbours of a quad hold 4 bytes each of chunks of 8 columns; they swap, so that each has 8
+// bytes of one chunk and a quad writes whole 32-byte sectors.
+template <class T, class Acc>
+CUTE_DEVICE void store_rows(TensorView const& out, int qo_len, int head_dim, int head,
+                            int first_row, Acc const& accumulators) {
+  constexpr int kChunks = decltype(size(accumulators))::value / 4;  // in a row
+  static_assert(kChunks % 2 == 0);
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const bool is_odd = thread % 2 == 1;
+  const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
+  const int column = thread % 2 * 8 + thread % 4 / 2 * 4;
+  T* destination = static_cast<T*>(out.data) + head * out.head_stride + column;
+  const auto rounded = [&](int chunk, int half) {
+    cutlass::NumericArrayConverter<T, float, 2> convert;
+    auto const* pair = accumulators.data() + 4 * chunk + 2 * half;
+    const cutlass::Array<T, 2> values = convert({pair[0], pair[1]});
+    return reinterpret_cast<uint32_t const&>(values);
+  };
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const bool in_range = row + 8 * half < qo_len;
+    T* row_start = destination + (row + 8 * half) * out.token_stride;
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < kChunks; chunk += 2) {
+      const uint32_t even = rounded(chunk, half), odd = rounded(chunk + 1, half);
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, is_odd ? even : odd, 1);
+      if (in_range && chunk * 8 + column < head_dim) {
+        *reinterpret_cast<uint2*>(row_start + chunk * 8) =
+            is_odd ? make_uint2(received, odd) : make_uint2(even, received);
       }
-      tma_store_arrive();
-      tma_store_wait<0>();
     }
-    consumer.release_q();
   }
+}
+
+// Whether no element is inf or NaN, which times 0 is NaN.
+template <class Acc>
+CUTE_DEVICE bool all_finite(Acc const& accumulators) {
+  constexpr int kChains = 4;  // independent ones, to hide latency
+  float sums[kChains] = {};
+  CUTE_UNROLL
+  for (int i = 0; i < size(accumulators); ++i) {
+    sums[i % kChains] = fmaf(accumulators(i), 0.f, sums[i % kChains]);
+  }
+  return sums[0] + sums[1] + (sums[2] + sums[3]) == 0.f;
 }
 
 }  // namespace prefill::fa3

@@ -22,16 +22,13 @@ KernelInfo kernel_info() {
 template <class Traits>
 cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, TensorMaps& maps) {
   cudaError_t error = encode(maps.q, params.q, type, params.head_dim_qk, params.qo_len,
-                             params.num_qo_heads, Traits::kM);
+                             params.num_qo_heads, kWarpgroupRows);
   if (error != cudaSuccess) return error;
   error = encode(maps.k, params.k, type, params.head_dim_qk, params.kv_len, params.num_kv_heads,
                  Traits::kN);
   if (error != cudaSuccess) return error;
-  error = encode(maps.v, params.v, type, params.head_dim_vo, params.kv_len, params.num_kv_heads,
-                 Traits::kN);
-  if (error != cudaSuccess) return error;
-  return encode(maps.out, params.out, type, params.head_dim_vo, params.qo_len, params.num_qo_heads,
-                kWarpgroupRows);
+  return encode(maps.v, params.v, type, params.head_dim_vo, params.kv_len, params.num_kv_heads,
+                Traits::kN);
 }
 
 template <DType kDType, class Dims>
@@ -57,9 +54,18 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   const TileSchedule schedule = TileSchedule::make(params, Traits::kM);
-  kernel<<<std::min(schedule.num_tiles(), num_sms), Traits::kThreads, kSmemBytes, stream>>>(
-      params, maps, schedule);
-  return cudaGetLastError();
+  // Programmatic: the launch need not wait until the kernel before has ended (kernel.cuh does).
+  cudaLaunchAttribute programmatic{};
+  programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  programmatic.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = std::min(schedule.num_tiles(), num_sms);
+  config.blockDim = Traits::kThreads;
+  config.dynamicSmemBytes = kSmemBytes;
+  config.stream = stream;
+  config.attrs = &programmatic;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params, maps, schedule);
 }
 
 }  // namespace prefill::fa3

@@ -1,29 +1,45 @@
-// Tile sizes of fa3, one row for each head-dim class.
+// Tile sizes of fa3, one row for each head-dim class. docs/tuning.md has what was measured.
 #pragma once
 
 #include "common/kernel_key.h"
 
 namespace prefill::fa3 {
 
-//   kWarpgroups: consumers, 64 query rows each; kStages: K and V tiles held in shared memory.
+//   kWarpgroups         consumers, 64 query rows each
+//   kN                  keys of a KV tile
+//   kStages, kQStages   tiles of K and V, and of Q, held in shared memory
+//   kProducerRegisters  what consumers do not get
+//   kKeepsQ             descriptors of Q stay in registers from step to step
+//   kHoldsWaits         the softmax of a step comes before the wait for the product it runs under;
+//                       ptxas by itself puts three quarters of it after the wait
+//   kTurnOverlap        instructions of a product still to come when the next consumer gets its
+//   turn
 template <class Dims>
 struct Tile;
 
 template <>
-struct Tile<HeadDims<64, 64>> {  // 24 KB of Q + 2 x 32 KB
-  static constexpr int kWarpgroups = 3, kN = 128, kStages = 2;
+struct Tile<HeadDims<64, 64>> {  // 24 KB of Q + 2 x 28 KB. 128 keys would spill
+  static constexpr int kWarpgroups = 3, kN = 112, kStages = 2, kQStages = 1;
+  static constexpr int kProducerRegisters = 32, kTurnOverlap = 0;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = false;
 };
 template <>
-struct Tile<HeadDims<128, 128>> {  // 32 KB + 2 x 64 KB
-  static constexpr int kWarpgroups = 2, kN = 128, kStages = 2;
+struct Tile<HeadDims<128, 128>> {  // 2 x 32 KB + 2 x 64 KB
+  static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 2;
+  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true;
 };
 template <>
 struct Tile<HeadDims<192, 128>> {  // 48 KB + 2 x 80 KB
-  static constexpr int kWarpgroups = 2, kN = 128, kStages = 2;
+  static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 1;
+  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true;
 };
 template <>
 struct Tile<HeadDims<256, 256>> {  // 64 KB + 2 x 80 KB; more keys need more than 227 KB
-  static constexpr int kWarpgroups = 2, kN = 80, kStages = 2;
+  static constexpr int kWarpgroups = 2, kN = 80, kStages = 2, kQStages = 1;
+  static constexpr int kProducerRegisters = 24, kTurnOverlap = 2;
+  static constexpr bool kKeepsQ = false, kHoldsWaits = true;
 };
 
 }  // namespace prefill::fa3

@@ -9,6 +9,7 @@
 #include "common/online_softmax.cuh"
 #include "fa3/barriers.cuh"
 #include "fa3/tiles.h"
+#include "fa3/work_list.cuh"
 
 namespace prefill::fa3 {
 
@@ -25,14 +26,18 @@ struct Traits {
   static constexpr int kM = kWarpgroups * kWarpgroupRows;
   static constexpr int kN = Tile<Dims>::kN;
   static constexpr int kStages = Tile<Dims>::kStages;
+  static constexpr int kQStages = Tile<Dims>::kQStages;
+  static constexpr bool kKeepsQ = Tile<Dims>::kKeepsQ;
+  static constexpr bool kHoldsWaits = Tile<Dims>::kHoldsWaits;
+  static constexpr int kTurnOverlap = Tile<Dims>::kTurnOverlap;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one producer
 
-  // An SM has 512 registers for each thread of a warpgroup, and runs one block. setmaxnreg counts
-  // in eights.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kWarpgroups / 8 * 8;
-  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= 512,
-                "the warpgroups share the register file");
+  // A block gets as many registers as its threads may have at its start, in eights; setmaxnreg
+  // moves them from the producer to the consumers. More than there are would never be granted.
+  static constexpr int kSharedRegisters = 65536 / kThreads / 8 * 8 * (kWarpgroups + 1);
+  static constexpr int kProducerRegisters = Tile<Dims>::kProducerRegisters;
+  static constexpr int kConsumerRegisters =
+      (kSharedRegisters - kProducerRegisters) / kWarpgroups / 8 * 8;
 
   // Each consumer warpgroup multiplies its own 64 rows.
   using MmaQk = decltype(make_tiled_mma(
@@ -47,8 +52,8 @@ struct Traits {
   // A tile is a row of 64-column boxes, as TMA writes them: 128-byte rows, 128-byte swizzle.
   static constexpr int kColumns = 64;
   using LayoutAtom = GMMA::Layout_K_SW128_Atom<T>;
-  using LayoutQ = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kM>, Int<Dims::kQk>>{}));
-  using LayoutO = decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kM>, Int<Dims::kVo>>{}));
+  using LayoutQ = decltype(tile_to_shape(
+      LayoutAtom{}, Shape<Int<kWarpgroupRows>, Int<Dims::kQk>, Int<kQStages>>{}));
   using LayoutK =
       decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kN>, Int<Dims::kQk>, Int<kStages>>{}));
   // V as the B operand of P V, (head_dim_vo, keys, stages): keys run along the rows of a box.
@@ -56,18 +61,31 @@ struct Traits {
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<T>{},
                              Shape<Int<Dims::kVo>, Int<kN>, Int<kStages>>{}, Step<_2, _1, _3>{}));
 
+  // The producer is at most two ahead of the row tile that a consumer works on, while the one
+  // before is still to be written.
+  static constexpr int kRowTiles = 4;
+
+  struct ConsumerStorage {
+    alignas(1024) T q[kQStages][kWarpgroupRows * Dims::kQk];
+    RingBarriers<kQStages> q_ring;
+    RowTile rows[kRowTiles];
+    float held[kWarpgroupThreads];  // only ever written, by Consumer::hold
+  };
+
   struct SharedStorage {
-    alignas(1024) T q[kM * Dims::kQk];  // the output tile in the end
+    ConsumerStorage consumers[kWarpgroups];
     alignas(1024) T k[kStages][kN * Dims::kQk];
     alignas(1024) T v[kStages][kN * Dims::kVo];
-    RingBarriers<1> q_ring;
     RingBarriers<kStages> k_ring;
     RingBarriers<kStages> v_ring;
+    RedoList redo_list;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory of a Hopper SM");
 
   static constexpr int kRowsPerThread = 2;
   using Softmax = OnlineSoftmax<kRowsPerThread>;
+  // bf16 has the range of the sums; fp16 weights overflow 2^16 above the anchor's.
+  static constexpr bool kHasWideWeights = kDType == DType::bfloat16;
 };
 
 }  // namespace prefill::fa3

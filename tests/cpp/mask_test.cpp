@@ -11,6 +11,7 @@
 namespace {
 
 using prefill::BandMask;
+using prefill::KvTileOrder;
 using prefill::KvTileRange;
 using prefill::test::Random;
 
@@ -37,6 +38,40 @@ void check_rows(const BandMask& mask) {
   }
 }
 
+// All KV tiles of a row tile's range come once: those that need masking first, the others in rising
+// order. When num_anchoring of them are done, each row has seen a key that sees any.
+template <int kTileM, int kTileN>
+void check_order(const BandMask& mask, int first) {
+  const KvTileRange range = mask.kv_tiles<kTileM, kTileN>(first);
+  const KvTileOrder order = range.masked_first<kTileN>();
+  CHECK_EQ(order.empty(), range.empty(), mask << ", rows from " << first);
+  if (range.empty()) return;
+  CHECK_EQ(order.count, range.end - range.begin, mask << ", rows from " << first);
+  std::vector<int> place(order.count, -1);
+  for (int index = 0; index < order.count; ++index) {
+    const int tile = order.tile(index);
+    CHECK(range.begin <= tile && tile < range.end, mask << ", rows from " << first);
+    CHECK_EQ(range.needs_mask<kTileN>(tile), index < order.num_masked,
+             mask << ", rows from " << first << ", tile " << tile << " comes as number " << index);
+    if (index > order.num_masked) {
+      CHECK_EQ(tile, order.tile(index - 1) + 1, mask << ", rows from " << first);
+    }
+    place.at(tile - range.begin) = index;
+  }
+  CHECK(1 <= order.num_anchoring && order.num_anchoring <= order.num_masked + 1 &&
+            order.num_anchoring <= order.count,
+        mask << ", rows from " << first);
+  for (int row = first; row < std::min(first + kTileM, mask.qo_len); ++row) {
+    bool sees_any = false, anchored = false;
+    for (int key = 0; key < mask.kv_len; ++key) {
+      if (!sees(mask, row, key)) continue;
+      sees_any = true;
+      anchored = anchored || place.at(key / kTileN - range.begin) < order.num_anchoring;
+    }
+    CHECK_EQ(anchored, sees_any, mask << ", row " << row << " of " << kTileM << " x " << kTileN);
+  }
+}
+
 // The range of a row tile is exactly the KV tiles that hold a key which some row sees: nothing is
 // missed and nothing is computed in vain. A KV tile of it goes unmasked exactly when each row that
 // exists sees all kTileN keys, so never where the tile runs past kv_len.
@@ -50,6 +85,7 @@ void check_tiles(const BandMask& mask) {
       for (int key = 0; key < mask.kv_len; ++key) pairs[key / kTileN] += sees(mask, row, key);
     }
     const KvTileRange range = mask.kv_tiles<kTileM, kTileN>(first);
+    check_order<kTileM, kTileN>(mask, first);
     const bool any = std::any_of(pairs.begin(), pairs.end(), [](int count) { return count > 0; });
     CHECK_EQ(range.empty(), !any, mask << ", rows from " << first);
     if (range.empty()) continue;

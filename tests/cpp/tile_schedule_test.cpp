@@ -24,7 +24,7 @@ std::ostream& operator<<(std::ostream& stream, const TileSchedule& schedule) {
 
 // Sections one after the other, row tiles from one end within a section, heads one after the other
 // within a row tile. That leaves one order, in which every (row tile, head) comes once.
-void check_order(const TileSchedule& schedule) {
+void check_order(const TileSchedule& schedule, int group) {
   CHECK(schedule.heads_per_section >= 1, schedule);
   if (schedule.heads_per_section < 1) return;
   int index = 0;
@@ -36,6 +36,7 @@ void check_order(const TileSchedule& schedule) {
         const WorkTile work = schedule.tile(index);
         CHECK_EQ(work.m_tile, m_tile, schedule << ", index " << index);
         CHECK_EQ(work.head, head, schedule << ", index " << index);
+        CHECK_EQ(work.kv_head, head / group, schedule << ", index " << index);
         ++index;
       }
     }
@@ -121,10 +122,11 @@ void check_longest_first(const PrefillParams& params) {
 int main() {
   Random random(2);
   for (int i = 0; i < 2000; ++i) {
-    const int heads = random.integer(1, 40);
-    const TileSchedule schedule{random.integer(1, 30), heads, random.integer(1, heads),
-                                random.integer(0, 1) == 1};
-    check_order(schedule);
+    const int group = random.integer(1, 4);
+    const int heads = group * random.integer(1, 12);
+    check_order(TileSchedule::of(random.integer(1, 30), heads, random.integer(1, heads), group,
+                                 random.integer(0, 1) == 1),
+                group);
     check_rounds(random.integer(1, 700), random.integer(1, 150));
   }
   for (int i = 0; i < 2000; ++i) {
@@ -132,11 +134,11 @@ int main() {
         make_params(random.integer(1, 5000), random.integer(1, 300000), random.integer(1, 12),
                     random.integer(1, 8), 8 * random.integer(1, 32));
     check_made(params, 64 * random.integer(1, 3));
-    check_order(TileSchedule::make(params, 128));
+    check_order(TileSchedule::make(params, 128), params.num_qo_heads / params.num_kv_heads);
     params.window_right = 0;  // causal
     check_longest_first(params);
     CHECK_EQ(TileSchedule::make(params, 64).heads_per_section, params.num_qo_heads);
-    check_order(TileSchedule::make(params, 128));
+    check_order(TileSchedule::make(params, 128), params.num_qo_heads / params.num_kv_heads);
     params.window_left = random.integer(0, params.kv_len);  // a window without a right bound
     params.window_right = params.qo_len + params.kv_len;
     check_longest_first(params);

@@ -86,6 +86,14 @@ def test_dims_grid() -> None:
     assert {"d64 2k full", "d256 16k causal", "d192/128 8k causal"} <= set(names)
 
 
+def test_append_grid() -> None:
+    cases = expand(GRIDS["append"])
+    assert len(cases) == 15
+    assert {case.unit for case in cases} == {"us"}
+    assert cases[0].name == "d128 q1 kv4k causal"
+    assert cases[-1].name == "d128 q2k kv128k causal"
+
+
 def test_a_grid_of_another_kind_is_one_entry() -> None:
     grid = Grid(
         heads=(Heads(32, 4, 128, 128),),

@@ -50,7 +50,7 @@ MAIN_KERNEL = re.compile(
     r"7prefill3(?P<backend>fa\d)16attention_kernel"
     r".*DTypeE(?P<dtype>\d).*HeadDimsILi(?P<qk>\d+)ELi(?P<vo>\d+)E"
 )
-MUST_HAVE = {"fa2": {"HMMA", "LDGSTS"}, "fa3": {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}}
+MUST_HAVE = {"fa2": {"HMMA", "LDGSTS"}, "fa3": {"HGMMA", "UTMALDG", "USETMAXREG"}}
 LOCAL_MEMORY = {"LDL", "STL"}
 
 

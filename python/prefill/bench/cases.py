@@ -71,6 +71,12 @@ GRIDS: dict[str, Grid] = {
         heads=(Heads(32, 8, 64, 64), Heads(16, 4, 256, 256), Heads(32, 32, 192, 128)),
         lengths=square(2048, 8192, 16384),
     ),
+    "append": Grid(
+        heads=(Heads(32, 4, 128, 128),),
+        lengths=tuple(Length(q, 1024 * kv) for q in (1, 16, 128, 512, 2048) for kv in (4, 32, 128)),
+        variants={"causal": Variant({"causal": True})},
+        unit="us",
+    ),
 }
 
 
