@@ -13,7 +13,7 @@ namespace prefill::fa3 {
 //   kHoldsWaits         the softmax of a step comes before the wait for the product it runs under;
 //                       ptxas by itself puts three quarters of it after the wait
 //   kTurnOverlap        instructions of a product still to come when the next consumer gets its
-//   turn
+//                       turn
 template <class Dims>
 struct Tile;
 

@@ -51,8 +51,9 @@ LARGE_SCALE = "the largest weight is 2 to what rounding its logit took away, and
 
 
 def known_to_fail(request: pytest.FixtureRequest, reason: str, when: bool) -> None:
+    """Strict: one that passes is to be taken off."""
     if when:
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 each_kind, each_square_kind = (
@@ -356,7 +357,7 @@ def test_size_of_values(backend: str, kind: Kind, size: str, mode: str) -> None:
 @pytest.mark.parametrize("sm_scale", [0.0, -LN_2, 1e-3, 1e4, -1e4, 1e30, -1e30])
 @each_square_kind
 def test_scales(request: pytest.FixtureRequest, backend: str, kind: Kind, sm_scale: float) -> None:
-    peaked = backend == "fa3" and kind[0] == torch.bfloat16 and sm_scale == 1e-3
+    peaked = backend == "fa3" and kind == (torch.bfloat16, 128, 128) and sm_scale == 1e-3
     known_to_fail(request, PEAKED_BFLOAT16, peaked)
     known_to_fail(request, LARGE_SCALE, abs(sm_scale) == 1e4)
     ledger = Ledger()
@@ -413,7 +414,9 @@ def test_rms_error_is_not_above_that_of_cudnn(
     request: pytest.FixtureRequest, backend: str, kind: Kind, name: str, mode: str
 ) -> None:
     """Two per cent are what differs between two orders of the same sums."""
-    known_to_fail(request, RMS_ERROR, backend == "fa3" and name != "outliers")
+    is_open = mode == "full" and name != "outliers"
+    is_open |= (kind, name, mode) == ((torch.bfloat16, 128, 128), "normal", "causal")
+    known_to_fail(request, RMS_ERROR, backend == "fa3" and is_open)
     q, k, v = samples(name, *kind[:2])
     truth = expect(q, k, v, **MODES[mode]).out
 
