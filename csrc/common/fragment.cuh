@@ -73,6 +73,15 @@ CUTE_DEVICE void convert_fragment(Source const& source, Destination& destination
   *reinterpret_cast<cutlass::Array<Target, kSize>*>(destination.data()) = convert(from);
 }
 
+// A thread's columns in a row of accumulators, counted from its first: 0, 1, 8, 9, 16, 17 and so on.
+// As a set of bits, those before `key`.
+CUTE_HOST_DEVICE constexpr uint32_t columns_before(int key) {
+  if (key <= 0) return 0;
+  const int rest = key % 8;
+  const int count = key / 8 * 2 + (rest < 2 ? rest : 2);
+  return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
 // Sets scores outside the band to -inf. `row` and `key` are those of the thread's first element,
 // and `offsets`, which are compile-time constants, what the others add to that (element_offsets).
 // Rows past qo_len take the last row's bounds.
@@ -80,20 +89,16 @@ template <class Scores, class Offsets, class Mask>
 CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, Mask const& mask, int row,
                             int key) {
   using namespace cute;
+  constexpr int kColumns = decltype(size<1>(scores))::value;
+  static_assert(kColumns <= 32, "a bit for each column");
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
     const int this_row = min(row + get<0>(offsets(r, _0{})), mask.qo_len - 1);
-    const int begin = mask.row_begin(this_row) - key;
-    const int end = mask.row_end(this_row) - key;
+    const uint32_t visible = columns_before(mask.row_end(this_row) - key) &
+                             ~columns_before(mask.row_begin(this_row) - key);
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = get<1>(offsets(r, c)) < end ? scores(r, c) : -INFINITY;
-    }
-    if (begin > 0) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = get<1>(offsets(r, c)) >= begin ? scores(r, c) : -INFINITY;
-      }
+    for (int c = 0; c < kColumns; ++c) {
+      scores(r, c) = visible >> c & 1 ? scores(r, c) : -INFINITY;
     }
   }
 }

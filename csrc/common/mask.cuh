@@ -15,7 +15,6 @@ struct KvTileOrder {
   int end;
   int count;
   int num_masked;
-  int num_anchoring;  // as many as it takes until each row has seen a key
 
   PREFILL_HOST_DEVICE bool empty() const { return count <= 0; }
 
@@ -41,16 +40,12 @@ struct KvTileRange {
 
   template <int kTileN>
   PREFILL_HOST_DEVICE KvTileOrder masked_first() const {
-    if (empty()) return {0, 0, 0, 0, 0};
+    if (empty()) return {0, 0, 0, 0};
     const auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
     const int right = clamp(full_end / kTileN, begin, end);
     const int left = clamp((full_begin + kTileN - 1) / kTileN, begin, right);
     const int num_masked = (end - right) + (left - begin);
-    // No row's last key comes before the first row's, full_end - 1.
-    const bool right_edge_suffices = right < end && full_end > right * kTileN;
-    const int num_anchoring =
-        right_edge_suffices || num_masked == end - begin ? num_masked : num_masked + 1;
-    return {right, end, end - begin, num_masked, num_anchoring};
+    return {right, end, end - begin, num_masked};
   }
 };
 

@@ -32,7 +32,7 @@ struct OnlineSoftmax {
   // one ex2. The largest weight is then 2 to the rounding error instead of 1; the quotient does not
   // care, as long as everything in a row shares the error (hence __fmul_rn: no FFMA by contraction)
   // and weights fit the 16-bit type. From this bound on the unrounded product takes its place.
-  static constexpr float kSteep = 262144.f;  // 2^18: errors below it stay within 2^-7
+  static constexpr float kSteep = 4096.f;  // below it errors stay within 2^-12, less than fp16's
 
   float multiplier;        // > 0: logits in base-2 units are scores times this
   Row row_max;             // of the scores seen; -inf when none
@@ -47,9 +47,16 @@ struct OnlineSoftmax {
     }
   }
 
+  CUTE_DEVICE static Row no_growth() {
+    Row ones;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) ones[r] = 1.f;
+    return ones;
+  }
+
   // Turns scores into exp2(logit - max) in place. What was summed before must be multiplied by the
-  // row factors that come back.
-  template <class Scores>
+  // row factors that come back. A caller that leaves steep rows out has to do them again.
+  template <bool kWithSteep = true, class Scores>
   CUTE_DEVICE Row step(Scores& scores) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows);
@@ -63,10 +70,10 @@ struct OnlineSoftmax {
       previous[r] = row_max[r];
       row_max[r] = fmaxf(previous[r], quad_max(tile_max));
       offset[r] = rounded_logit(row_max[r]);
-      steep = steep || is_steep(offset[r]);
+      if constexpr (kWithSteep) steep = steep || is_steep(offset[r]);
     }
     float slope = multiplier;
-    if (steep || was_steep) {  // rare
+    if (kWithSteep && (steep || was_steep)) {  // rare
       slope = 1.f;
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -114,11 +121,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // False where an anchored sum may have overflowed or lost bits, or be NaN. Weights of 16 bits and
-  // weighted sums of V may overflow before it does.
-  CUTE_DEVICE bool anchor_held(int r) const {
-    constexpr float kLargestSum = 1.2676506e30f;  // 2^100
-    return row_sum[r] < kLargestSum && !is_steep(anchor(r));
+  // False where an anchored sum may have overflowed or lost bits, or be NaN, where the row is steep,
+  // or where the mean weight of its keys is far above the anchor's: then few keys take all, and the
+  // rounding of their weights shows. Weighted sums of V may overflow before it does.
+  CUTE_DEVICE bool anchor_held(int r, int kv_len) const {
+    constexpr float kLargestMean = 256.f;
+    return row_sum[r] < kLargestMean * static_cast<float>(kv_len) && !is_steep(anchor(r));
   }
 
   // After the last tile: makes row_sum the whole row's sum.

@@ -24,7 +24,7 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   auto kernel = attention_kernel<Traits>;
   static SmemLimit smem_limit;
   if (cudaError_t error = smem_limit.raise(kernel, kSmemBytes); error != cudaSuccess) return error;
-  const TileSchedule schedule = TileSchedule::make(params, Traits::kM);
+  const TileSchedule schedule = TileSchedule::make(params, Traits::kM, 0);
   kernel<<<schedule.num_tiles(), Traits::kThreads, kSmemBytes, stream>>>(params, schedule);
   return cudaGetLastError();
 }

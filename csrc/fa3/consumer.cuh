@@ -93,28 +93,28 @@ struct Consumer {
   using RowNormaliser = Normaliser<Softmax::kRows>;
 
   // For rows whose last product has been started: writes the LSE, and answers what to multiply the
-  // output by. That is NaN where anchored sums have left their range.
+  // output by. That is NaN where weights have left their range.
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
     const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
         typename Traits::MmaPv{}, thread);
     store_lse(params, softmax, coordinates, rows.head, rows.first_row);
-    if (rows.is_anchored()) {
+    if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
-        if (!softmax.anchor_held(r)) softmax.row_sum[r] = NAN;
+        if (!softmax.anchor_held(r, params.kv_len)) softmax.row_sum[r] = NAN;
       }
     }
     return {softmax, rows.value_scale};
   }
 
-  // Writes the output, or puts the row tile on the redo list where anchored weights turn out to
-  // have left their range.
+  // Writes the output, or puts the row tile on the redo list where weights turn out to have left
+  // their range.
   template <class Acc>
   CUTE_DEVICE void write(RowTile const& rows, RowNormaliser const& normaliser, Acc& out) {
     Tensor out_rows = row_column_view(out);
     normaliser.apply(out_rows);
-    if (rows.is_anchored()) {
+    if (!rows.is_careful) {
       const bool is_finite = all_finite(out);
       if (named_barrier_any(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads, !is_finite)) {
         if (thread == 0) smem.redo_list.add(rows.round);
@@ -145,16 +145,10 @@ struct Consumer {
     const auto new_scores = [&] {
       return partition_fragment_C(mma_qk, Shape<Int<kWarpgroupRows>, Int<Traits::kN>>{});
     };
-    Tensor p_scores = make_tensor<T>(typename decltype(new_scores())::layout_type{});
-    Tensor p = make_tensor(p_scores.data(), operand_a_layout(p_scores.layout()));
+    Tensor weights = make_tensor<T>(typename decltype(new_scores())::layout_type{});
+    Tensor p = make_tensor(weights.data(), operand_a_layout(weights.layout()));
 
-    // `is_pending`: P of the step before waits for its product.
-    const auto start_pv = [&](bool is_pending, bool accumulate, auto&& near_end) {
-      if (is_pending) smem.v_ring.wait_full(num_steps - 1);
-      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, (num_steps - 1) % Traits::kStages),
-                                       accumulate, out, near_end);
-    };
-    const auto start_products = [&](auto& scores, bool is_pending, bool accumulate) {
+    const auto start_qk = [&](auto& scores) {
       T* q_data = own.q[0];
       if constexpr (!Traits::kKeepsQ) asm volatile("" : "+l"(q_data));  // for all ptxas knows, new
       Tensor q_rows = make_tensor(make_smem_ptr(q_data), typename Traits::LayoutQ{});
@@ -164,7 +158,12 @@ struct Consumer {
       smem.k_ring.wait_full(num_steps);
       start_gemm(mma_qk, q(_, _, _, (num_rows - 1) % Traits::kQStages),
                  k(_, _, _, num_steps % Traits::kStages), false, scores, [] {});
-      start_pv(is_pending, accumulate, [&] { turn.give(); });
+    };
+    // `is_pending`: P of the step before waits for its product.
+    const auto start_pv = [&](bool is_pending, bool accumulate) {
+      if (is_pending) smem.v_ring.wait_full(num_steps - 1);
+      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, (num_steps - 1) % Traits::kStages),
+                                       accumulate, out, [&] { turn.give(); });
     };
     const auto finish_qk = [&](auto& scores, bool is_last) {
       warpgroup_wait<1>();
@@ -182,30 +181,31 @@ struct Consumer {
       Softmax softmax(1.f);
       while (next_rows()) {
         const int count = rows().order.count;
-        int num_exact = 1;
+        int num_general = 1;
         int step = 0;
         // The first step also ends the row tile before. Where there is none, its second product
         // multiplies what happens to be in registers and shared memory, and the next overwrites the
         // result: ptxas serialises products that are under a condition.
-        for (; step < num_exact; ++step) {
+        for (; step < num_general; ++step) {
           const bool has_previous = previous_rows().order.count > 0;
           const bool is_pending = step > 0 || has_previous;
           Tensor scores = new_scores();
           Tensor score_rows = row_column_view(scores);
-          start_products(scores, is_pending,
-                         step > 1 || (step == 0 && previous_rows().order.count > 1));
+          start_qk(scores);
+          start_pv(is_pending, step > 1 || (step == 0 && previous_rows().order.count > 1));
           RowNormaliser normaliser;
           if (step == 0) {
             if (has_previous) normaliser = finish(previous_rows(), softmax);
             softmax = Softmax(rows().logit_scale.multiplier);
-            num_exact = rows().num_exact;
+            num_general = rows().num_general;
           }
           finish_qk(scores, step + 1 == count);
           mask_scores(score_rows, step);
-          const auto growth = softmax.step(score_rows);
+          const auto growth = rows().is_careful ? softmax.step(score_rows)
+                                                : softmax.template step<false>(score_rows);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
           finish_pv(is_pending);
-          convert_fragment<T>(scores, p_scores);
+          convert_fragment<T>(scores, weights);
           if (step > 0) {
             scale_rows(out_rows, growth);
           } else if (has_previous) {
@@ -213,23 +213,41 @@ struct Consumer {
           }
           ++num_steps;
         }
+        // Exact steps: a running maximum. What it asks of the output is done under the next Q K.
+        auto growth = Softmax::no_growth();
+        for (int num_exact = rows().num_exact; step < num_exact; ++step) {
+          Tensor scores = new_scores();
+          Tensor score_rows = row_column_view(scores);
+          start_qk(scores);
+          scale_rows(out_rows, growth);
+          start_pv(true, step > 1);
+          finish_qk(scores, step + 1 == count);
+          growth = softmax.template step<false>(score_rows);
+          hold(softmax.row_sum[0] + softmax.row_sum[1]);
+          finish_pv(true);
+          convert_fragment<T>(scores, weights);
+          ++num_steps;
+        }
+        scale_rows(out_rows, growth);
         bool accumulate = step > 1;
         for (int left = count - step; left > 0; --left) {
           Tensor scores = new_scores();
           Tensor score_rows = row_column_view(scores);
-          start_products(scores, true, accumulate);
+          start_qk(scores);
+          start_pv(true, accumulate);
           accumulate = true;
           finish_qk(scores, left == 1);
           softmax.anchored_step(score_rows);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
           finish_pv(true);
-          convert_fragment<T>(scores, p_scores);
+          convert_fragment<T>(scores, weights);
           ++num_steps;
         }
       }
 
       const bool has_previous = previous_rows().order.count > 0;
-      start_pv(has_previous, previous_rows().order.count > 1, [] {});
+      turn.take();
+      start_pv(has_previous, previous_rows().order.count > 1);
       finish_pv(has_previous);
       if (has_previous) write(previous_rows(), finish(previous_rows(), softmax), out);
 

@@ -38,10 +38,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     smem.redo_list.clear();
   }
   __syncthreads();
-  // The next kernel may start on SMs that this one leaves; what the kernel before wrote is there
-  // after the wait.
+  // The next kernel may start on SMs that this one leaves. Of this one only the producer waits for
+  // the kernel before; consumers wait for the producer.
   asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 
   const BandMask mask = BandMask::of(params);
   if (threadIdx.x < kWarpgroupThreads) {

@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-
 #include "common/kernel_key.h"
 #include "common/params.h"
 #include "common/smem_limit.h"
@@ -53,13 +51,13 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
 
-  const TileSchedule schedule = TileSchedule::make(params, Traits::kM);
+  const TileSchedule schedule = TileSchedule::make(params, Traits::kM, num_sms);
   // Programmatic: the launch need not wait until the kernel before has ended (kernel.cuh does).
   cudaLaunchAttribute programmatic{};
   programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   programmatic.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = std::min(schedule.num_tiles(), num_sms);
+  config.gridDim = schedule.num_blocks;
   config.blockDim = Traits::kThreads;
   config.dynamicSmemBytes = kSmemBytes;
   config.stream = stream;

@@ -26,11 +26,22 @@ CUTE_DEVICE void load_tile(CUtensorMap const& map, typename Traits::T* tile,
 
 template <class Traits>
 struct Producer {
+  // A row tile of the schedule.
+  struct Work {
+    int round;
+    WorkTile tile;
+    KvTileOrder order;
+
+    CUTE_DEVICE int first_row() const { return tile.m_tile * Traits::kM; }
+  };
+
   typename Traits::SharedStorage& smem;
   PrefillParams const& params;
   TensorMaps const& maps;
   TileSchedule const& schedule;
   BandMask const& mask;
+  bool redo = false;
+  int round = 0;           // of the schedule, to be looked at next
   uint32_t num_rows = 0;   // row tiles told
   uint32_t num_steps = 0;  // KV tiles whose K has been loaded; V lags one behind
   int v_tile = 0, v_head = 0;
@@ -55,6 +66,36 @@ struct Producer {
                                                      v_tile * Traits::kN, v_head);
   }
 
+  // Late rounds have no place on the redo list: they are done with care at once.
+  CUTE_DEVICE static bool is_late(int round) { return round >= RedoList::kRounds; }
+
+  CUTE_DEVICE Work next_work() {
+    const int num_rounds = schedule.num_rounds();
+    for (; round < num_rounds; ++round) {
+      if (redo && (is_late(round) || !smem.redo_list.holds(round))) continue;
+      const WorkTile tile = schedule.tile(round, blockIdx.x);
+      if (!tile.exists()) continue;
+      const auto kv_tiles = mask.kv_tiles<Traits::kM, Traits::kN>(tile.m_tile * Traits::kM);
+      return {round++, tile, kv_tiles.template masked_first<Traits::kN>()};
+    }
+    return {round, {-1, 0, 0}, {}};
+  }
+
+  CUTE_DEVICE RowTile row_tile(Work const& work) const {
+    WorkTile const& tile = work.tile;
+    const LogitScale scale = logit_scale(params, tile.head, tile.kv_head);
+    const float v_scale = value_scale(params, tile.kv_head);
+    KvTileOrder order = work.order;
+    if (scale.factor != 1.f) order.num_masked = order.count;  // is applied with the mask
+    // Over a sum of up to 2^40 a smaller value scale might vanish.
+    const bool is_careful =
+        redo || is_late(work.round) || scale.factor != 1.f || !(fabsf(v_scale) >= 0x1p-80f);
+    const int num_general = is_careful ? order.count : max(order.num_masked, 1);
+    const int num_exact = min(Traits::num_exact(order), order.count);
+    return {work.round, tile.head,  work.first_row(), scale,
+            v_scale,    is_careful, num_general,      max(num_exact, num_general), order};
+  }
+
   // Tells each consumer of its rows, and loads Q for them where they see any key.
   CUTE_DEVICE void tell(RowTile rows) {
     for (auto& consumer : smem.consumers) {
@@ -74,55 +115,50 @@ struct Producer {
     ++num_rows;
   }
 
-  // In the order of use: V one KV tile behind K, across row tiles too.
-  CUTE_DEVICE void load_row_tile(int round, int index, bool exact) {
-    const WorkTile work = schedule.tile(index);
-    const int first_row = work.m_tile * Traits::kM;
-    KvTileOrder order =
-        mask.kv_tiles<Traits::kM, Traits::kN>(first_row).template masked_first<Traits::kN>();
-    const LogitScale scale = logit_scale(params, work.head, work.kv_head);
-    if (scale.factor != 1.f) {  // is applied with the mask
-      order.num_masked = order.count;
-      exact = true;
+  // All row tiles of a pass. Loads are in the order of use: V one KV tile behind K, across row tiles
+  // too, Q as early as there is a place for it.
+  CUTE_DEVICE void load(Work work) {
+    bool is_told = false;
+    while (work.tile.exists()) {
+      Work next;
+      bool has_next = false, next_is_told = false;
+      if (work.order.empty()) {
+        load_pending_v();  // consumers finish what they have before they write these rows
+        if (!is_told) tell(row_tile(work));
+      }
+      for (int step = 0; step < work.order.count; ++step) {
+        const int tile = work.order.tile(step);
+        load_k(tile, work.tile.kv_head);
+        load_pending_v();
+        if (step == 0 && !is_told) tell(row_tile(work));
+        v_tile = tile;
+        v_head = work.tile.kv_head;
+        v_is_pending = true;
+        ++num_steps;
+        if (Traits::kQStages > 1 && step == 2) {  // consumers are through with the rows before
+          next = next_work();
+          has_next = true;
+          if (next.tile.exists()) {
+            tell(row_tile(next));
+            next_is_told = true;
+          }
+        }
+      }
+      work = has_next ? next : next_work();
+      is_told = next_is_told;
     }
-    const float v_scale = value_scale(params, work.kv_head);
-    // Over an anchored sum of up to 2^100 a smaller one would vanish.
-    exact = exact || !(fabsf(v_scale) >= 0x1p-26f);
-    // The anchor of narrow weights is better not left to a row's first keys alone.
-    const int num_anchoring =
-        Traits::kHasWideWeights ? order.num_anchoring : min(order.num_masked + 1, order.count);
-    const RowTile rows{
-        round, work.head, first_row, scale, v_scale, exact ? order.count : num_anchoring, order};
-    if (rows.order.empty()) {
-      load_pending_v();  // consumers finish what they have before they write these rows
-      tell(rows);
-    }
-    for (int step = 0; step < rows.order.count; ++step) {
-      const int tile = rows.order.tile(step);
-      load_k(tile, work.kv_head);
-      load_pending_v();
-      if (step == 0) tell(rows);
-      v_tile = tile;
-      v_head = work.kv_head;
-      v_is_pending = true;
-      ++num_steps;
-    }
+    load_pending_v();
+    tell(RowTile::end(redo));
   }
 
   CUTE_DEVICE void run() {
-    for (int pass = 0; pass < 2; ++pass) {
-      const bool redo = pass == 1;
-      if (redo && !smem.redo_list.wait_any()) return;
-      for (int round = 0; round * static_cast<int>(gridDim.x) < schedule.num_tiles(); ++round) {
-        const int index = TileSchedule::work_index(round, blockIdx.x, gridDim.x);
-        if (index >= schedule.num_tiles()) continue;
-        const bool is_late = round >= RedoList::kRounds;
-        if (redo && (is_late || !smem.redo_list.holds(round))) continue;
-        load_row_tile(round, index, redo || is_late);
-      }
-      load_pending_v();
-      tell(RowTile::end(pass));
-    }
+    // What the kernel before wrote is there after this wait.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    load(next_work());
+    if (!smem.redo_list.wait_any()) return;
+    redo = true;
+    round = 0;
+    load(next_work());
   }
 };
 

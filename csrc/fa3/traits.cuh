@@ -84,8 +84,15 @@ struct Traits {
 
   static constexpr int kRowsPerThread = 2;
   using Softmax = OnlineSoftmax<kRowsPerThread>;
-  // bf16 has the range of the sums; fp16 weights overflow 2^16 above the anchor's.
-  static constexpr bool kHasWideWeights = kDType == DType::bfloat16;
+
+  // How many of a row tile's steps take part in the choice of the anchors. Weights relative to a
+  // maximum that is not the row's are rounded a little worse: docs/tuning.md, "Exact steps". Rows
+  // under a mask begin with the keys nearest to them, and with them the error is that of the rows
+  // with few keys: one more tile is enough.
+  CUTE_DEVICE static int num_exact(KvTileOrder const& order) {
+    if (order.num_masked > 0) return order.num_masked + 1;
+    return EXMODE == 0 ? 1 : min(6, max(3, 2 + order.count / 4));
+  }
 };
 
 }  // namespace prefill::fa3

@@ -16,14 +16,15 @@ struct RowTile {
   int first_row;  // of the consumer's own rows
   LogitScale logit_scale;
   float value_scale;
-  int num_exact;  // steps of the online softmax, before anchored ones
+  bool is_careful;  // done again, or of a kind that only general steps can do
+  int num_general;  // steps that may need masks or care, and the first
+  int num_exact;    // steps of the online softmax, these included; anchored ones follow
   KvTileOrder order;
 
   CUTE_DEVICE static RowTile end(int pass) {
-    return {pass, 0, 0, {1.f, 1.f}, 1.f, 0, {0, 0, -1, 0, 0}};
+    return {pass, 0, 0, {1.f, 1.f}, 1.f, true, 0, 0, {0, 0, -1, 0}};
   }
   CUTE_DEVICE bool is_end() const { return order.count < 0; }
-  CUTE_DEVICE bool is_anchored() const { return num_exact < order.count; }
 };
 
 // What consumers tell of row tiles whose anchored weights have left their range: a bit for each

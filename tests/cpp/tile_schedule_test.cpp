@@ -1,4 +1,6 @@
 // TileSchedule: all work once, in the order it promises.
+#include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <ostream>
 #include <vector>
@@ -17,26 +19,26 @@ using prefill::WorkTile;
 using prefill::test::Random;
 
 std::ostream& operator<<(std::ostream& stream, const TileSchedule& schedule) {
-  return stream << schedule.num_m_tiles << " row tiles, " << schedule.num_heads << " heads, "
-                << schedule.heads_per_section << " a section, "
-                << (schedule.last_rows_first ? "last" : "first") << " rows first";
+  return stream << schedule.sections.num_m_tiles << " row tiles, " << schedule.sections.num_heads
+                << " heads, " << schedule.sections.heads_per_section << " a section, "
+                << schedule.num_blocks << " blocks, " << schedule.lengths.num_paired << " pairs, "
+                << (schedule.late_rows_first ? "late" : "early") << " rows first";
 }
 
-// Sections one after the other, row tiles from one end within a section, heads one after the other
+// Sections one after the other, row tiles in order within a section, heads one after the other
 // within a row tile. That leaves one order, in which every (row tile, head) comes once.
-void check_order(const TileSchedule& schedule, int group) {
-  CHECK(schedule.heads_per_section >= 1, schedule);
-  if (schedule.heads_per_section < 1) return;
+void check_sections(const TileSchedule& schedule) {
+  const auto& sections = schedule.sections;
+  CHECK(sections.heads_per_section >= 1, schedule);
+  if (sections.heads_per_section < 1 || schedule.late_rows_first) return;
   int index = 0;
-  for (int section = 0; section < schedule.num_heads; section += schedule.heads_per_section) {
-    for (int rank = 0; rank < schedule.num_m_tiles; ++rank) {
-      const int m_tile = schedule.last_rows_first ? schedule.num_m_tiles - 1 - rank : rank;
-      for (int head = section;
-           head < section + schedule.heads_per_section && head < schedule.num_heads; ++head) {
+  for (int section = 0; section < sections.num_heads; section += sections.heads_per_section) {
+    const int end = std::min(section + sections.heads_per_section, sections.num_heads);
+    for (int m_tile = 0; m_tile < sections.num_m_tiles; ++m_tile) {
+      for (int head = section; head < end; ++head) {
         const WorkTile work = schedule.tile(index);
         CHECK_EQ(work.m_tile, m_tile, schedule << ", index " << index);
         CHECK_EQ(work.head, head, schedule << ", index " << index);
-        CHECK_EQ(work.kv_head, head / group, schedule << ", index " << index);
         ++index;
       }
     }
@@ -44,22 +46,54 @@ void check_order(const TileSchedule& schedule, int group) {
   CHECK_EQ(schedule.num_tiles(), index, schedule);
 }
 
-// The rounds of a persistent grid, walked as kernels do: all indices below num_tiles come once.
-void check_rounds(int num_tiles, int num_blocks) {
-  std::vector<int> visits(num_tiles);
-  for (int block = 0; block < num_blocks; ++block) {
-    for (int round = 0; round * num_blocks < num_tiles; ++round) {
-      const int index = TileSchedule::work_index(round, block, num_blocks);
-      CHECK(index / num_blocks == round, index << " in round " << round << " of " << num_blocks);
-      if (index < num_tiles) ++visits[index];
-    }
-    // First of one round, last of the next: two rounds weigh the same for all blocks.
-    CHECK_EQ(TileSchedule::work_index(0, block, num_blocks) +
-                 TileSchedule::work_index(1, block, num_blocks),
-             2 * num_blocks - 1);
+// Walked as kernels do, every (row tile, head) comes once.
+void check_all_once(const TileSchedule& schedule, int group) {
+  const int num_m_tiles = schedule.sections.num_m_tiles;
+  std::vector<int> visits(schedule.num_tiles());
+  const auto visit = [&](const WorkTile& work) {
+    CHECK(0 <= work.m_tile && work.m_tile < num_m_tiles, schedule << ", tile " << work.m_tile);
+    CHECK(0 <= work.head && work.head < schedule.sections.num_heads, schedule);
+    CHECK_EQ(work.kv_head, work.head / group, schedule);
+    ++visits.at(work.head * num_m_tiles + work.m_tile);
+  };
+  if (schedule.num_blocks == 0) {
+    for (int index = 0; index < schedule.num_tiles(); ++index) visit(schedule.tile(index));
   }
-  for (int index = 0; index < num_tiles; ++index) {
-    CHECK_EQ(visits[index], 1, "index " << index << " of " << num_tiles << " in " << num_blocks);
+  for (int block = 0; block < schedule.num_blocks; ++block) {
+    for (int round = 0; round < schedule.num_rounds(); ++round) {
+      const WorkTile work = schedule.tile(round, block);
+      if (work.exists()) visit(work);
+    }
+  }
+  for (int visit : visits) CHECK_EQ(visit, 1, schedule);
+}
+
+// Causal, square tiles: pairs are equally long, and in the end no block has worked for longer than
+// another by more than the longest row tile that was left after them.
+void check_balance(int num_m_tiles, int num_heads, int num_blocks) {
+  const TileSchedule schedule =
+      TileSchedule::of(num_m_tiles, num_heads, num_heads, 1, true, true, num_blocks);
+  const int pair_rounds = 2 * (schedule.lengths.num_paired / schedule.num_blocks);
+  int longest = 0, most = 0, least = INT_MAX, first_head = 0, last_head = 0;
+  for (int block = 0; block < schedule.num_blocks; ++block) {
+    int length = 0;
+    for (int round = 0; round < schedule.num_rounds(); ++round) {
+      const WorkTile work = schedule.tile(round, block);
+      if (work.exists()) length += work.m_tile + 1;
+      if (work.exists() && round >= pair_rounds) longest = std::max(longest, work.m_tile + 1);
+      if (round < pair_rounds && round % 2 == 1 && num_m_tiles % 2 == 0) {
+        CHECK_EQ(length, (round + 1) / 2 * (num_m_tiles + 1), schedule << ", block " << block);
+      }
+      if (round == 0 && block == 0) first_head = work.head;
+      if (round == 0) last_head = work.head;
+    }
+    most = std::max(most, length);
+    least = std::min(least, length);
+  }
+  CHECK(most - least <= longest + pair_rounds, schedule << ": " << least << " to " << most);
+  if (pair_rounds > 0) {  // few heads at a time
+    const int head_pairs = (num_m_tiles + 1) / 2;
+    CHECK(last_head - first_head <= (num_blocks + head_pairs - 1) / head_pairs, schedule);
   }
 }
 
@@ -81,35 +115,38 @@ int64_t kv_head_bytes(const PrefillParams& params) {
 }
 
 void check_made(const PrefillParams& params, int tile_m) {
-  const TileSchedule schedule = TileSchedule::make(params, tile_m);
-  const int64_t rows = int64_t{schedule.num_m_tiles} * tile_m;
+  const TileSchedule schedule = TileSchedule::make(params, tile_m, 132);
+  const auto& sections = schedule.sections;
+  const int64_t rows = int64_t{sections.num_m_tiles} * tile_m;
   CHECK(params.qo_len <= rows && rows < int64_t{params.qo_len} + tile_m, schedule);
-  CHECK_EQ(schedule.num_heads, params.num_qo_heads);
-  CHECK(schedule.heads_per_section >= 1 && schedule.heads_per_section <= schedule.num_heads,
+  CHECK_EQ(sections.num_heads, params.num_qo_heads);
+  CHECK(sections.heads_per_section >= 1 && sections.heads_per_section <= sections.num_heads,
         schedule);
 
   const int group = params.num_qo_heads / params.num_kv_heads;
-  CHECK_EQ(schedule.heads_per_section % group, 0, schedule << ": a group is torn apart");
+  CHECK_EQ(sections.heads_per_section % group, 0, schedule << ": a group is torn apart");
   constexpr int64_t kSmallestL2 = int64_t{40} << 20;  // A100
   const int64_t bytes = kv_head_bytes(params);
-  CHECK(schedule.heads_per_section == group ||
-            schedule.heads_per_section / group * bytes < kSmallestL2,
+  CHECK(sections.heads_per_section == group ||
+            sections.heads_per_section / group * bytes < kSmallestL2,
         schedule << ": a section of " << bytes << " bytes a KV head overflows the L2 cache");
   if (params.num_kv_heads * bytes < kSmallestL2 / 4) {
-    CHECK_EQ(schedule.heads_per_section, schedule.num_heads, schedule << ": sections in vain");
+    CHECK_EQ(sections.heads_per_section, sections.num_heads, schedule << ": sections in vain");
   }
 }
 
-// Within a section no row tile comes after one with fewer KV tiles.
+// With a block for each tile, no row tile comes after one with fewer KV tiles: of its section, where
+// there are several.
 void check_longest_first(const PrefillParams& params) {
   constexpr int kTileM = 64, kTileN = 80;
-  const TileSchedule schedule = TileSchedule::make(params, kTileM);
+  const TileSchedule schedule = TileSchedule::make(params, kTileM, 0);
   const BandMask mask = BandMask::of(params);
   int section = -1, length = 0;
   for (int index = 0; index < schedule.num_tiles(); ++index) {
     const WorkTile work = schedule.tile(index);
     const auto tiles = mask.kv_tiles<kTileM, kTileN>(work.m_tile * kTileM);
-    const int work_section = work.head / schedule.heads_per_section;
+    const int work_section =
+        schedule.late_rows_first ? 0 : work.head / schedule.sections.heads_per_section;
     CHECK(work_section != section || tiles.end - tiles.begin <= length,
           schedule << ", index " << index);
     section = work_section;
@@ -124,21 +161,23 @@ int main() {
   for (int i = 0; i < 2000; ++i) {
     const int group = random.integer(1, 4);
     const int heads = group * random.integer(1, 12);
-    check_order(TileSchedule::of(random.integer(1, 30), heads, random.integer(1, heads), group,
-                                 random.integer(0, 1) == 1),
-                group);
-    check_rounds(random.integer(1, 700), random.integer(1, 150));
+    const TileSchedule schedule = TileSchedule::of(
+        random.integer(1, 30), heads, random.integer(1, heads), group, random.integer(0, 1) == 1,
+        random.integer(0, 1) == 1, random.integer(0, 40));
+    check_sections(schedule);
+    check_all_once(schedule, group);
+    check_balance(random.integer(1, 30), heads, random.integer(1, 40));
   }
   for (int i = 0; i < 2000; ++i) {
     PrefillParams params =
         make_params(random.integer(1, 5000), random.integer(1, 300000), random.integer(1, 12),
                     random.integer(1, 8), 8 * random.integer(1, 32));
     check_made(params, 64 * random.integer(1, 3));
-    check_order(TileSchedule::make(params, 128), params.num_qo_heads / params.num_kv_heads);
+    check_sections(TileSchedule::make(params, 128, 132));
     params.window_right = 0;  // causal
     check_longest_first(params);
-    CHECK_EQ(TileSchedule::make(params, 64).heads_per_section, params.num_qo_heads);
-    check_order(TileSchedule::make(params, 128), params.num_qo_heads / params.num_kv_heads);
+    check_all_once(TileSchedule::make(params, 128, 132), params.num_qo_heads / params.num_kv_heads);
+    check_sections(TileSchedule::make(params, 128, 132));
     params.window_left = random.integer(0, params.kv_len);  // a window without a right bound
     params.window_right = params.qo_len + params.kv_len;
     check_longest_first(params);
