@@ -7,6 +7,8 @@
 #include <cute/tensor.hpp>
 
 #include "common/kernel_key.h"
+#include "common/logits.cuh"
+#include "common/mask.cuh"
 
 namespace prefill {
 
@@ -73,8 +75,8 @@ CUTE_DEVICE void convert_fragment(Source const& source, Destination& destination
   *reinterpret_cast<cutlass::Array<Target, kSize>*>(destination.data()) = convert(from);
 }
 
-// A thread's columns in a row of accumulators, counted from its first: 0, 1, 8, 9, 16, 17 and so on.
-// As a set of bits, those before `key`.
+// A thread's columns in a row of accumulators, counted from its first: 0, 1, 8, 9, 16, 17 and so
+// on. As a set of bits, those before `key`.
 CUTE_HOST_DEVICE constexpr uint32_t columns_before(int key) {
   if (key <= 0) return 0;
   const int rest = key % 8;
@@ -82,23 +84,75 @@ CUTE_HOST_DEVICE constexpr uint32_t columns_before(int key) {
   return count < 32 ? (1u << count) - 1 : ~0u;
 }
 
-// Sets scores outside the band to -inf. `row` and `key` are those of the thread's first element,
-// and `offsets`, which are compile-time constants, what the others add to that (element_offsets).
-// Rows past qo_len take the last row's bounds.
-template <class Scores, class Offsets, class Mask>
-CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, Mask const& mask, int row,
-                            int key) {
+// Sets scores of the columns whose bit is 0 to -inf.
+template <class Scores>
+CUTE_DEVICE void keep_columns(Scores& scores, int row, uint32_t visible) {
   using namespace cute;
   constexpr int kColumns = decltype(size<1>(scores))::value;
   static_assert(kColumns <= 32, "a bit for each column");
   CUTE_UNROLL
+  for (int c = 0; c < kColumns; ++c) {
+    scores(row, c) = visible >> c & 1 ? scores(row, c) : -INFINITY;
+  }
+}
+
+// Sets scores outside the band to -inf. `row` and `key` are those of the thread's first element,
+// and `offsets`, which are compile-time constants, what the others add to that (element_offsets).
+// Rows past qo_len take the last row's bounds.
+template <class Scores, class Offsets>
+CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask const& band, int row,
+                            int key) {
+  using namespace cute;
+  CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const int this_row = min(row + get<0>(offsets(r, _0{})), mask.qo_len - 1);
-    const uint32_t visible = columns_before(mask.row_end(this_row) - key) &
-                             ~columns_before(mask.row_begin(this_row) - key);
+    const int this_row = min(row + get<0>(offsets(r, _0{})), band.qo_len - 1);
+    keep_columns(scores, r,
+                 columns_before(band.row_end(this_row) - key) &
+                     ~columns_before(band.row_begin(this_row) - key));
+  }
+}
+
+// Sets scores of keys that the mask does not show to -inf, but for those past kv_len. The threads
+// of a quad read the same words; told by one to the others they would cost fa3's d64 class a spill,
+// and so would reading all at once.
+template <class Scores, class Offsets>
+CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskBits const& bits, int row,
+                            int key) {
+  using namespace cute;
+  constexpr int kWords = (decltype(size<1>(scores))::value + 7) / 8;
+  const int lane = key % 8 / 2;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const int this_row = min(row + get<0>(offsets(r, _0{})), bits.qo_len - 1);
+    uint32_t shown = 0;
+    CUTE_NO_UNROLL
+    for (int word = 0; word < kWords; ++word) {
+      const uint32_t keys = bits.of_keys(this_row, key - 2 * lane + 32 * word);
+      shown |= quad_columns(keys, lane) << 8 * word;
+    }
+    keep_columns(scores, r, shown);
+  }
+}
+
+// Applies a transform to scores; `offsets`, `row` and `key` as above.
+template <class Scores, class Offsets>
+CUTE_DEVICE void transform_scores(Scores& scores, Offsets const& offsets,
+                                  LogitTransform const& transform, BandMask const& band, int row,
+                                  int key) {
+  using namespace cute;
+  if (transform.is_capped) {
     CUTE_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      scores(r, c) = visible >> c & 1 ? scores(r, c) : -INFINITY;
+    for (int i = 0; i < size(scores); ++i) scores(i) = fast_tanh(scores(i) * transform.to_cap);
+  }
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(scores); ++r) {
+    const int distance = key - band.position(row + get<0>(offsets(r, _0{})));
+    const float first_bias = transform.slope * static_cast<float>(distance);
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      const float bias =
+          fmaf(transform.slope, static_cast<float>(get<1>(offsets(_0{}, c))), first_bias);
+      scores(r, c) = fmaf(scores(r, c), transform.gain, bias);
     }
   }
 }
@@ -115,12 +169,6 @@ CUTE_DEVICE auto element_coordinates(TiledMma const& tiled_mma, int thread) {
 template <class TileShape, class TiledMma>
 CUTE_DEVICE auto element_offsets(TiledMma const& tiled_mma) {
   return element_coordinates<TileShape>(tiled_mma, 0);
-}
-
-template <class Scores>
-CUTE_DEVICE void scale_scores(Scores& scores, float factor) {
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(scores); ++i) scores(i) *= factor;
 }
 
 }  // namespace prefill

@@ -1,25 +1,28 @@
 // How a raw score q . k becomes a logit in base-2 units. Shared by all kernels.
 #pragma once
 
+#include <cmath>
+
 #include "common/host_device.h"
 #include "common/params.h"
 
 namespace prefill {
 
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kMaxFloat = 3.4028235e38f;
+
 // logit * log2(e) = (score * factor) * multiplier with multiplier > 0, as the softmax takes the
 // maximum of scores before it scales them. A factor other than 1 stands for a negative or zero
-// scale; it is applied where masks are, and makes every KV tile a masked one.
+// scale.
 struct LogitScale {
   float factor;
   float multiplier;
 
   PREFILL_HOST_DEVICE static LogitScale of(float scale) {
-    constexpr float kLog2e = 1.4426950408889634f;
-    constexpr float kMax = 3.4028235e38f;
     const float magnitude = scale < 0.f ? -scale : scale;
-    if (scale == 0.f || !(magnitude <= kMax)) return {scale, 1.f};  // so that masks come after NaN
+    if (scale == 0.f || !(magnitude <= kMaxFloat)) return {scale, 1.f};  // masks come after NaN
     // An infinite multiplier would make NaN of zero scores.
-    const float multiplier = magnitude * kLog2e <= kMax ? magnitude * kLog2e : kMax;
+    const float multiplier = magnitude * kLog2e <= kMaxFloat ? magnitude * kLog2e : kMaxFloat;
     return {scale < 0.f ? -1.f : 1.f, multiplier};
   }
 };
@@ -28,13 +31,96 @@ PREFILL_HOST_DEVICE float head_scale(const HeadScale& scale, int head) {
   return scale.data == nullptr ? 1.f : scale.data[head * scale.stride];
 }
 
-PREFILL_HOST_DEVICE LogitScale logit_scale(const PrefillParams& params, int head, int kv_head) {
-  return LogitScale::of(params.sm_scale * head_scale(params.scale_q, head) *
-                        head_scale(params.scale_k, kv_head));
-}
-
 PREFILL_HOST_DEVICE float value_scale(const PrefillParams& params, int kv_head) {
   return params.v_scale * head_scale(params.scale_v, kv_head);
+}
+
+// The nearer of x and +-bound to 0; NaN stays NaN.
+PREFILL_HOST_DEVICE float clamp_magnitude(float x, float bound) {
+#if defined(__CUDA_ARCH__)
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(bound));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-bound));
+  return x;
+#else
+  return x > bound ? bound : x < -bound ? -bound : x;
+#endif
+}
+
+// A head's slope of ALiBi by the paper's rule. With n the largest power of two up to num_heads:
+// 2^(-8k/n) for heads k = 1..n, 2^(-4k/n) with k = 1, 3, 5, ... for the others.
+PREFILL_HOST_DEVICE float alibi_rule(int head, int num_heads) {
+  int n = 1;
+  while (n <= num_heads / 2) n *= 2;
+  const int eighths = head < n ? 2 * (head + 1) : 2 * (head - n) + 1;
+  return exp2f(static_cast<float>(-4 * eighths) / static_cast<float>(n));
+}
+
+// A head's sink in base-2 units; -inf, which adds nothing to a sum of weights, where it has none.
+PREFILL_HOST_DEVICE float sink_logit(const PrefillParams& params, int head) {
+  if (params.sinks.data == nullptr) return -INFINITY;
+  return params.sinks.data[head * params.sinks.stride] * kLog2e;
+}
+
+// What the softmax takes of a pair of row and key, and how to scale it:
+//   logit * log2(e) = multiplier * (gain * y + slope * (key - position of the row))
+// where y is the score, or with a soft cap tanh(score * to_cap). Where all but the multiplier is
+// idle, scores go to the softmax as they are. Elsewhere the transform is applied before masks, so
+// that NaN and infinities of keys that are not seen vanish, to every KV tile.
+struct LogitTransform {
+  float multiplier;  // > 0
+  float gain;
+  float to_cap;
+  float slope;
+  bool is_capped;
+  bool is_idle;
+
+  PREFILL_HOST_DEVICE static LogitTransform of(const PrefillParams& params, int head, int kv_head) {
+    const float scale =
+        params.sm_scale * head_scale(params.scale_q, head) * head_scale(params.scale_k, kv_head);
+    const LogitScale parts = LogitScale::of(scale);
+    const bool is_capped = params.soft_cap > 0.f;
+    if (!is_capped && !params.has_alibi) {
+      return {parts.multiplier, parts.factor, 0.f, 0.f, false, parts.factor == 1.f};
+    }
+    LogitTransform transform{1.f, parts.factor * parts.multiplier, 0.f, 0.f, is_capped, false};
+    if (is_capped) {
+      // Infinities that finite factors do not have would make NaN of zero scores.
+      transform.gain = fminf(params.soft_cap * kLog2e, kMaxFloat);
+      transform.to_cap = scale / params.soft_cap;
+      if (fabsf(scale) <= kMaxFloat)
+        transform.to_cap = clamp_magnitude(transform.to_cap, kMaxFloat);
+    }
+    if (params.has_alibi) {
+      const float slope = params.alibi_slopes.data == nullptr
+                              ? alibi_rule(head, params.num_qo_heads)
+                              : params.alibi_slopes.data[head * params.alibi_slopes.stride];
+      transform.slope = slope * kLog2e;
+    }
+    return transform;
+  }
+};
+
+PREFILL_HOST_DEVICE float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.f / x;
+#endif
+}
+
+// tanh, relatively right to 2^-20: x N(x^2) / D(x^2), fitted to the least relative error up to
+// where tanh is 1 within that. One instruction of the special function unit, which is also what
+// exp2 of the weights waits for, where exp(2x) and a reciprocal take two; and small logits under a
+// large cap stay exact.
+PREFILL_HOST_DEVICE float fast_tanh(float x) {
+  x = clamp_magnitude(x, 8.25f);
+  const float z = x * x;
+  const float numerator = fmaf(fmaf(fmaf(1.1220753e-5f, z, 2.9323865e-3f), z, 0.12908623f), z, 1.f);
+  const float denominator = fmaf(
+      fmaf(fmaf(fmaf(2.3917963e-7f, z, 2.3599605e-4f), z, 2.3740168e-2f), z, 0.46241856f), z, 1.f);
+  return x * numerator * reciprocal(denominator);
 }
 
 }  // namespace prefill

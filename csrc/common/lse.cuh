@@ -1,4 +1,4 @@
-// Writes the log-sum-exp of the rows that a thread holds. Shared by all kernels.
+// Writes the log-sum-exp of the rows that a thread holds, sinks included. Shared by all kernels.
 #pragma once
 
 #include "common/online_softmax.cuh"
@@ -10,7 +10,7 @@ namespace prefill {
 // holds column 0 writes.
 template <class Softmax, class Coordinates>
 CUTE_DEVICE void store_lse(const PrefillParams& params, Softmax const& softmax,
-                           Coordinates const& coordinates, int head, int first_row) {
+                           Coordinates const& coordinates, int head, float sink, int first_row) {
   using namespace cute;
   if (params.lse == nullptr || get<1>(coordinates(_0{}, _0{})) != 0) return;
   float* head_lse = params.lse + head * params.lse_head_stride;
@@ -18,7 +18,7 @@ CUTE_DEVICE void store_lse(const PrefillParams& params, Softmax const& softmax,
   for (int r = 0; r < Softmax::kRows; ++r) {
     const int row = first_row + static_cast<int>(get<0>(coordinates(r, _0{})));
     if (row < params.qo_len) {
-      head_lse[row * params.lse_token_stride] = softmax.row_lse(r) * params.lse_scale;
+      head_lse[row * params.lse_token_stride] = softmax.row_lse(r, sink) * params.lse_scale;
     }
   }
 }

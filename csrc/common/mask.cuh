@@ -2,6 +2,8 @@
 // brute-forced against naive loops on the host.
 #pragma once
 
+#include <cstdint>
+
 #include "common/host_device.h"
 #include "common/params.h"
 
@@ -84,5 +86,34 @@ struct BandMask {
             row_end(row)};
   }
 };
+
+// A mask given by the caller, within the band: bit row * kv_len + key tells whether the row sees
+// the key, the lowest bit of a word first, without padding between rows.
+struct MaskBits {
+  const uint32_t* words;
+  int64_t num_words;
+  int qo_len;
+  int kv_len;
+
+  PREFILL_HOST_DEVICE static MaskBits of(const PrefillParams& params) {
+    return {params.mask_bits, params.mask_words, params.qo_len, params.kv_len};
+  }
+
+  // The bits of 32 keys from `key` on. Those of keys past kv_len mean nothing. No word after the
+  // last is read.
+  PREFILL_HOST_DEVICE uint32_t of_keys(int row, int key) const {
+    const int64_t first = int64_t{row} * kv_len + key;
+    const int64_t left = num_words - (first >> 5);
+    const uint32_t* from = words + (first >> 5);
+    const uint64_t low = left > 0 ? from[0] : 0, high = left > 1 ? from[1] : 0;
+    return static_cast<uint32_t>((high << 32 | low) >> (first & 31));
+  }
+};
+
+// Of the bits of 32 keys, those of the columns that thread `lane` of a quad holds: 2 lane and
+// 2 lane + 1 of every 8. Two bits of each byte are brought together.
+PREFILL_HOST_DEVICE uint32_t quad_columns(uint32_t keys, int lane) {
+  return (keys >> 2 * lane & 0x03030303u) * 0x01041040u >> 24;
+}
 
 }  // namespace prefill

@@ -121,9 +121,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // False where an anchored sum may have overflowed or lost bits, or be NaN, where the row is steep,
-  // or where the mean weight of its keys is far above the anchor's: then few keys take all, and the
-  // rounding of their weights shows. Weighted sums of V may overflow before it does.
+  // False where an anchored sum may have overflowed or lost bits, or be NaN, where the row is
+  // steep, or where the mean weight of its keys is far above the anchor's: then few keys take all,
+  // and the rounding of their weights shows. Weighted sums of V may overflow before it does.
   CUTE_DEVICE bool anchor_held(int r, int kv_len) const {
     constexpr float kLargestMean = 256.f;
     return row_sum[r] < kLargestMean * static_cast<float>(kv_len) && !is_steep(anchor(r));
@@ -142,6 +142,21 @@ struct OnlineSoftmax {
   CUTE_DEVICE float row_lse(int r) const {
     return row_is_empty(r) ? -INFINITY
                            : rounded_logit(row_max[r]) + residue(row_max[r]) + log2f(row_sum[r]);
+  }
+
+  // The same with a sink, a logit in base-2 units that has no key; -inf is none.
+  CUTE_DEVICE float row_lse(int r, float sink) const {
+    const float keys = row_lse(r);
+    if (sink == -INFINITY) return keys;
+    if (keys == -INFINITY || sink == INFINITY) return sink;
+    const float larger = fmaxf(keys, sink), difference = -fabsf(keys - sink);
+    return larger + log2f(1.f + exp2_approx(difference));
+  }
+
+  // What the weights of a row with keys and of the sink, relative to the same logit, sum up to.
+  CUTE_DEVICE float sum_with(int r, float sink) const {
+    if (sink == -INFINITY) return row_sum[r];
+    return row_sum[r] + exp2_approx((sink - rounded_logit(row_max[r])) - residue(row_max[r]));
   }
 
  private:
@@ -182,8 +197,9 @@ CUTE_DEVICE void scale_rows(Accumulators& accumulators, Row const& factor) {
   }
 }
 
-// Turns weighted sums into means times `value_scale`; rows without keys become exactly zero,
-// whatever the masked values were. One number a row: -0 stands for a row without keys.
+// Turns weighted sums into means times `value_scale`, with the sink's weight among those that are
+// divided by; rows without keys become exactly zero, whatever the masked values were. One number a
+// row: -0 stands for a row without keys.
 template <int kRows>
 struct Normaliser {
   cute::array<float, kRows> factor;
@@ -191,11 +207,11 @@ struct Normaliser {
   Normaliser() = default;
 
   template <class Softmax>
-  CUTE_DEVICE Normaliser(Softmax const& softmax, float value_scale) {
+  CUTE_DEVICE Normaliser(Softmax const& softmax, float sink, float value_scale) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       factor[r] =
-          softmax.row_is_empty(r) ? -0.f : __fdividef(value_scale, softmax.row_sum[r]) + 0.f;
+          softmax.row_is_empty(r) ? -0.f : __fdividef(value_scale, softmax.sum_with(r, sink)) + 0.f;
     }
   }
 

@@ -18,6 +18,12 @@ struct HeadScale {
   int64_t stride;
 };
 
+// One float per head, or a null pointer: none.
+struct HeadTerm {
+  const float* data;
+  int64_t stride;
+};
+
 struct PrefillParams {
   TensorView q;    // [qo_len, num_qo_heads, head_dim_qk]
   TensorView k;    // [kv_len, num_kv_heads, head_dim_qk]
@@ -39,12 +45,21 @@ struct PrefillParams {
   int window_left;
   int window_right;
 
+  // [mask_words = ceil(qo_len * kv_len / 32)], or null: bit row * kv_len + key, the lowest of a
+  // word first. Keys whose bit is 0 are not seen; bits past the end mean nothing.
+  const uint32_t* mask_bits;
+  int64_t mask_words;
+
   HeadScale scale_q;  // [num_qo_heads]
   HeadScale scale_k;  // [num_kv_heads]
   HeadScale scale_v;  // [num_kv_heads]
   float sm_scale;     // any float: zero and negative ones too
   float v_scale;
-  float lse_scale;  // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
+  float soft_cap;         // logits become soft_cap * tanh(logit / soft_cap); 0: they do not
+  bool has_alibi;         // logits get slope * (j - pos(i)) added
+  HeadTerm alibi_slopes;  // [num_qo_heads]; none: slopes by the rule (logits.cuh)
+  HeadTerm sinks;         // [num_qo_heads]: a logit that joins the sum of weights, without a value
+  float lse_scale;        // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
 };
 
 }  // namespace prefill

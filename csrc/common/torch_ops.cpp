@@ -6,6 +6,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -53,6 +55,21 @@ HeadScale scale_view(const std::optional<Tensor>& scale, int num_heads) {
   return {static_cast<const float*>(scale->data_ptr()), scale->stride(0)};
 }
 
+HeadTerm term_view(const std::optional<Tensor>& term, int num_heads) {
+  if (!term) return {nullptr, 0};
+  STD_TORCH_CHECK(
+      term->dim() == 1 && term->size(0) == num_heads && term->scalar_type() == ScalarType::Float,
+      "ALiBi slopes and sinks are float32 [num_qo_heads] tensors");
+  return {static_cast<const float*>(term->data_ptr()), term->stride(0)};
+}
+
+// A soft cap as a float: one that is on stays on, and finite.
+float soft_cap_of(double cap) {
+  if (!(cap > 0.)) return 0.f;
+  return static_cast<float>(std::clamp<double>(cap, std::numeric_limits<float>::min(),
+                                               std::numeric_limits<float>::max()));
+}
+
 // -1 means unbounded, which a window that spans everything is too.
 int window(int64_t given, int64_t widest) {
   return static_cast<int>(given < 0 || given > widest ? widest : given);
@@ -61,8 +78,11 @@ int window(int64_t given, int64_t widest) {
 PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                           const std::optional<Tensor>& lse, const std::optional<Tensor>& scale_q,
                           const std::optional<Tensor>& scale_k,
-                          const std::optional<Tensor>& scale_v, int64_t window_left,
-                          int64_t window_right, double sm_scale, double v_scale, double lse_scale) {
+                          const std::optional<Tensor>& scale_v, const std::optional<Tensor>& mask,
+                          const std::optional<Tensor>& alibi_slopes,
+                          const std::optional<Tensor>& sinks, int64_t window_left,
+                          int64_t window_right, bool alibi, double soft_cap, double sm_scale,
+                          double v_scale, double lse_scale) {
   constexpr int64_t kMaxLength = int64_t{1} << 30;  // row and key indices stay in 32 bits
   PrefillParams params{};
   params.q = view(q);
@@ -86,7 +106,8 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
     return tensor && tensor->get_device() != q.get_device();
   };
   STD_TORCH_CHECK(!elsewhere(k) && !elsewhere(v) && !elsewhere(out) && !elsewhere(lse) &&
-                      !elsewhere(scale_q) && !elsewhere(scale_k) && !elsewhere(scale_v),
+                      !elsewhere(scale_q) && !elsewhere(scale_k) && !elsewhere(scale_v) &&
+                      !elsewhere(mask) && !elsewhere(alibi_slopes) && !elsewhere(sinks),
                   "all tensors are on one device");
   if (lse) {
     STD_TORCH_CHECK(lse->dim() == 2 && lse->size(0) == qo_len && lse->size(1) == num_qo_heads &&
@@ -95,6 +116,14 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
     params.lse = static_cast<float*>(lse->data_ptr());
     params.lse_token_stride = lse->stride(0);
     params.lse_head_stride = lse->stride(1);
+  }
+  if (mask) {
+    params.mask_words = (qo_len * kv_len + 31) / 32;
+    STD_TORCH_CHECK(mask->dim() == 1 && mask->scalar_type() == ScalarType::Byte &&
+                        mask->size(0) == 4 * params.mask_words && mask->is_contiguous() &&
+                        reinterpret_cast<uintptr_t>(mask->data_ptr()) % 4 == 0,
+                    "mask is an aligned uint8 [4 * ceil(qo_len * kv_len / 32)] tensor");
+    params.mask_bits = static_cast<const uint32_t*>(mask->data_ptr());
   }
   params.qo_len = static_cast<int>(qo_len);
   params.kv_len = static_cast<int>(kv_len);
@@ -109,16 +138,23 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   params.scale_v = scale_view(scale_v, params.num_kv_heads);
   params.sm_scale = static_cast<float>(sm_scale);
   params.v_scale = static_cast<float>(v_scale);
+  params.soft_cap = soft_cap_of(soft_cap);
+  params.has_alibi = alibi;
+  params.alibi_slopes = term_view(alibi_slopes, params.num_qo_heads);
+  params.sinks = term_view(sinks, params.num_qo_heads);
   params.lse_scale = static_cast<float>(lse_scale);
   return params;
 }
 
 void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
                std::optional<Tensor> lse, std::optional<Tensor> scale_q,
-               std::optional<Tensor> scale_k, std::optional<Tensor> scale_v, int64_t window_left,
-               int64_t window_right, double sm_scale, double v_scale, double lse_scale) {
-  const PrefillParams params = make_params(q, k, v, out, lse, scale_q, scale_k, scale_v,
-                                           window_left, window_right, sm_scale, v_scale, lse_scale);
+               std::optional<Tensor> scale_k, std::optional<Tensor> scale_v,
+               std::optional<Tensor> mask, std::optional<Tensor> alibi_slopes,
+               std::optional<Tensor> sinks, int64_t window_left, int64_t window_right, bool alibi,
+               double soft_cap, double sm_scale, double v_scale, double lse_scale) {
+  const PrefillParams params =
+      make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, mask, alibi_slopes, sinks,
+                  window_left, window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
   const KernelEntry* kernel =
       find_kernel(parse_backend(backend), dtype_of(q), params.head_dim_qk, params.head_dim_vo);
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
@@ -147,7 +183,8 @@ STABLE_TORCH_LIBRARY(prefill, library) {
   library.def("driver_version() -> int");
   library.def(
       "attention(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
-      "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, int window_left, int window_right, "
+      "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? mask, Tensor? alibi_slopes, "
+      "Tensor? sinks, int window_left, int window_right, bool alibi, float soft_cap, "
       "float sm_scale, float v_scale, float lse_scale) -> ()");
 }
 

@@ -36,12 +36,12 @@ CUTE_DEVICE void store_rows(typename Traits::SharedStorage& smem, const PrefillP
 
 template <class Traits, class Acc>
 CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillParams& params,
-                            int head, int first_row, float value_scale,
+                            int head, int first_row, float sink, float value_scale,
                             typename Traits::Softmax const& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
   Tensor out_rows = row_column_view(out);
-  Normaliser<Traits::Softmax::kRows>(softmax, value_scale).apply(out_rows);
+  Normaliser<Traits::Softmax::kRows>(softmax, sink, value_scale).apply(out_rows);
   Tensor rounded = make_tensor<T>(out.layout());
   convert_fragment<T>(out, rounded);
 
@@ -53,7 +53,7 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
 
   const auto coordinates =
       element_coordinates<Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>>(tiled_mma, threadIdx.x);
-  store_lse(params, softmax, coordinates, head, first_row);
+  store_lse(params, softmax, coordinates, head, sink, first_row);
 
   __syncthreads();
   store_rows<Traits>(smem, params, head, first_row);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const int first_row = work.m_tile * Traits::kM;
   const BandMask mask = BandMask::of(params);
   const KvTileRange tiles = mask.kv_tiles<Traits::kM, Traits::kN>(first_row);
-  const LogitScale scale = logit_scale(params, work.head, work.kv_head);
+  const LogitTransform transform = LogitTransform::of(params, work.head, work.kv_head);
 
   const KvLoader<Traits> loader{
       HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
@@ -34,13 +34,13 @@ __global__ void __launch_bounds__(Traits::kThreads)
     loader.start_k(tiles.end - 1);
   }
 
-  typename Traits::Softmax softmax(scale.multiplier);
+  typename Traits::Softmax softmax(transform.multiplier);
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
-  attend<Traits>(loader, mask, tiles, scale, first_row, softmax, out);
-  write_tile<Traits>(smem, params, work.head, first_row, value_scale(params, work.kv_head), softmax,
-                     out);
+  attend<Traits>(loader, params, mask, tiles, transform, first_row, softmax, out);
+  write_tile<Traits>(smem, params, work.head, first_row, sink_logit(params, work.head),
+                     value_scale(params, work.kv_head), softmax, out);
 }
 
 }  // namespace prefill::fa2

@@ -57,8 +57,9 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
 // that need masking, and accumulates P V and the softmax state. The caller has started the loads of
 // Q and of the last K.
 template <class Traits, class Acc>
-CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
-                        const KvTileRange& tiles, const LogitScale& scale, int first_row,
+CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& params,
+                        const BandMask& band, const KvTileRange& tiles,
+                        const LogitTransform& transform, int first_row,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
@@ -70,6 +71,8 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
   const auto origin = element_coordinates<TileShape>(tiled_mma, threadIdx.x)(_0{}, _0{});
+  const auto offsets = element_offsets<TileShape>(tiled_mma);
+  const bool all_tiles = !transform.is_idle || params.mask_bits != nullptr;
 
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
     const auto start_next_k = [&] {  // V has landed, K is no longer read
@@ -84,10 +87,13 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const BandMask& mask,
     if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
-    if (scale.factor != 1.f || tiles.template needs_mask<Traits::kN>(tile)) {
-      scale_scores(rows, scale.factor);
-      apply_mask(rows, element_offsets<TileShape>(tiled_mma), mask, first_row + get<0>(origin),
-                 tile * Traits::kN + get<1>(origin));
+    if (all_tiles || tiles.template needs_mask<Traits::kN>(tile)) {
+      const int row = first_row + get<0>(origin), key = tile * Traits::kN + get<1>(origin);
+      if (!transform.is_idle) {
+        transform_scores(rows, offsets, transform, band, row, key);
+      }
+      if (params.mask_bits != nullptr) apply_bits(rows, offsets, MaskBits::of(params), row, key);
+      apply_mask(rows, offsets, band, row, key);
     }
     const auto factor = softmax.step(rows);
     Tensor out_rows = row_column_view(out);

@@ -78,16 +78,38 @@ struct Consumer {
     if (thread % 32 == 0) ring.empty[use % kStages].arrive();
   }
 
+  // What masks and transforms need to know of a thread's scores.
+  struct Place {
+    int row, key;  // of the first
+    decltype(element_offsets<Shape<Int<kWarpgroupRows>, Int<Traits::kN>>>(
+        typename Traits::MmaQk{})) offsets;
+  };
+  CUTE_DEVICE Place place(int step) const {
+    using TileShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
+    typename Traits::MmaQk mma;
+    // For all ptxas knows, new: so nothing that masks need is worked out once and kept throughout.
+    int this_thread = thread;
+    asm volatile("" : "+r"(this_thread));
+    const auto origin = element_coordinates<TileShape>(mma, this_thread)(_0{}, _0{});
+    return {rows().first_row + static_cast<int>(get<0>(origin)),
+            rows().order.tile(step) * Traits::kN + static_cast<int>(get<1>(origin)),
+            element_offsets<TileShape>(mma)};
+  }
+
   template <class Scores>
   CUTE_DEVICE void mask_scores(Scores& scores, int step) const {
     if (step >= rows().order.num_masked) return;
-    using TileShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
-    typename Traits::MmaQk mma;
-    const auto origin = element_coordinates<TileShape>(mma, thread)(_0{}, _0{});
-    const float factor = rows().logit_scale.factor;
-    if (factor != 1.f) scale_scores(scores, factor);
-    apply_mask(scores, element_offsets<TileShape>(mma), mask, rows().first_row + get<0>(origin),
-               rows().order.tile(step) * Traits::kN + get<1>(origin));
+    const LogitTransform transform = rows().transform;
+    if (!transform.is_idle) {
+      const Place at = place(step);
+      transform_scores(scores, at.offsets, transform, mask, at.row, at.key);
+    }
+    if (params.mask_bits != nullptr) {
+      const Place at = place(step);
+      apply_bits(scores, at.offsets, MaskBits::of(params), at.row, at.key);
+    }
+    const Place at = place(step);
+    apply_mask(scores, at.offsets, mask, at.row, at.key);
   }
 
   using RowNormaliser = Normaliser<Softmax::kRows>;
@@ -98,14 +120,14 @@ struct Consumer {
     softmax.finish();
     const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
         typename Traits::MmaPv{}, thread);
-    store_lse(params, softmax, coordinates, rows.head, rows.first_row);
+    store_lse(params, softmax, coordinates, rows.head, rows.sink, rows.first_row);
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
         if (!softmax.anchor_held(r, params.kv_len)) softmax.row_sum[r] = NAN;
       }
     }
-    return {softmax, rows.value_scale};
+    return {softmax, rows.sink, rows.value_scale};
   }
 
   // Writes the output, or puts the row tile on the redo list where weights turn out to have left
@@ -196,7 +218,7 @@ struct Consumer {
           RowNormaliser normaliser;
           if (step == 0) {
             if (has_previous) normaliser = finish(previous_rows(), softmax);
-            softmax = Softmax(rows().logit_scale.multiplier);
+            softmax = Softmax(rows().transform.multiplier);
             num_general = rows().num_general;
           }
           finish_qk(scores, step + 1 == count);

@@ -83,17 +83,26 @@ struct Producer {
 
   CUTE_DEVICE RowTile row_tile(Work const& work) const {
     WorkTile const& tile = work.tile;
-    const LogitScale scale = logit_scale(params, tile.head, tile.kv_head);
+    const LogitTransform transform = LogitTransform::of(params, tile.head, tile.kv_head);
     const float v_scale = value_scale(params, tile.kv_head);
     KvTileOrder order = work.order;
-    if (scale.factor != 1.f) order.num_masked = order.count;  // is applied with the mask
+    const bool is_special = !transform.is_idle || params.mask_bits != nullptr;
+    if (is_special) order.num_masked = order.count;  // where transforms and masks are applied
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
-        redo || is_late(work.round) || scale.factor != 1.f || !(fabsf(v_scale) >= 0x1p-80f);
+        redo || is_late(work.round) || is_special || !(fabsf(v_scale) >= 0x1p-80f);
     const int num_general = is_careful ? order.count : max(order.num_masked, 1);
     const int num_exact = min(Traits::num_exact(order), order.count);
-    return {work.round, tile.head,  work.first_row(), scale,
-            v_scale,    is_careful, num_general,      max(num_exact, num_general), order};
+    return {work.round,
+            tile.head,
+            work.first_row(),
+            transform,
+            sink_logit(params, tile.head),
+            v_scale,
+            is_careful,
+            num_general,
+            max(num_exact, num_general),
+            order};
   }
 
   // Tells each consumer of its rows, and loads Q for them where they see any key.
@@ -115,8 +124,8 @@ struct Producer {
     ++num_rows;
   }
 
-  // All row tiles of a pass. Loads are in the order of use: V one KV tile behind K, across row tiles
-  // too, Q as early as there is a place for it.
+  // All row tiles of a pass. Loads are in the order of use: V one KV tile behind K, across row
+  // tiles too, Q as early as there is a place for it.
   CUTE_DEVICE void load(Work work) {
     bool is_told = false;
     while (work.tile.exists()) {

@@ -14,7 +14,8 @@ struct RowTile {
   int round;  // of the schedule; instead of a row tile, at the end of a pass over it: the pass
   int head;
   int first_row;  // of the consumer's own rows
-  LogitScale logit_scale;
+  LogitTransform transform;
+  float sink;  // in base-2 units
   float value_scale;
   bool is_careful;  // done again, or of a kind that only general steps can do
   int num_general;  // steps that may need masks or care, and the first
@@ -22,7 +23,7 @@ struct RowTile {
   KvTileOrder order;
 
   CUTE_DEVICE static RowTile end(int pass) {
-    return {pass, 0, 0, {1.f, 1.f}, 1.f, true, 0, 0, {0, 0, -1, 0}};
+    return {pass, 0, 0, {}, 0.f, 0.f, true, 0, 0, {0, 0, -1, 0}};
   }
   CUTE_DEVICE bool is_end() const { return order.count < 0; }
 };

@@ -1,6 +1,7 @@
 // Every kernel of the table that this device can run, against naive attention: shapes that cross
-// tile edges, masks, head groups, strided views and head dims below the class. All memory around
-// tensors is NaN: nothing of it may reach a result, and outputs leave it as it is.
+// tile edges, masks, soft caps, ALiBi, sinks, head groups, strided views and head dims below the
+// class. All memory around tensors is NaN: nothing of it may reach a result, and outputs leave it
+// as it is.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -34,6 +35,16 @@ constexpr float kLn2 = 0.693147181f;
 
 enum class Layout { nhd, hnd, padded };
 
+enum class Alibi { none, rule, given };
+
+// What comes on top of a band mask and scales.
+struct Extras {
+  bool mask = false;
+  float soft_cap = 0.f;
+  Alibi alibi = Alibi::none;
+  bool sinks = false;
+};
+
 struct Case {
   const char* name;
   int qo_len;
@@ -45,6 +56,7 @@ struct Case {
   Layout layout;
   bool has_lse = true;
   bool has_scales = false;
+  Extras extras = {};
 };
 
 struct HeadDims {
@@ -158,6 +170,23 @@ class Tensor {
   DeviceArray<Value> device_;
 };
 
+// Random bits, exactly as many words as there are. Every fifth row shows no key, every seventh all,
+// and every third only keys far from the diagonal's end.
+std::vector<uint32_t> random_mask(Random& random, int qo_len, int kv_len) {
+  std::vector<uint32_t> words((int64_t{qo_len} * kv_len + 31) / 32);
+  for (uint32_t& word : words) word = random.bits();
+  for (int row = 0; row < qo_len; ++row) {
+    for (int key = 0; key < kv_len; ++key) {
+      const int64_t bit = int64_t{row} * kv_len + key;
+      uint32_t& word = words[bit / 32];
+      const uint32_t one = 1u << bit % 32;
+      if (row % 7 == 3) word |= one;
+      if (row % 5 == 2 || (row % 3 == 1 && key > kv_len / 3)) word &= ~one;
+    }
+  }
+  return words;
+}
+
 template <class T>
 Rounding rounding_of() {
   return std::is_same_v<T, __half> ? Rounding{0x1p-11, 0x1p-25} : Rounding{0x1p-8, 0.};
@@ -172,7 +201,7 @@ constexpr double kLseTolerance = 0x1p-12;
 // rounding, and by the errors of the logits, which move both numerator and denominator.
 template <class T>
 void check_output(const Tensor<T>& out, const std::vector<NaiveOutput>& outputs,
-                  const std::vector<double>& lse, const Place& place) {
+                  const Place& place) {
   const Case& test = place.test;
   const Rounding rounding = rounding_of<T>();
   constexpr double kLogitError = 0x1p-12;
@@ -181,11 +210,10 @@ void check_output(const Tensor<T>& out, const std::vector<NaiveOutput>& outputs,
       const int64_t index = int64_t{head} * test.qo_len + row;
       for (int d = 0; d < place.dims.vo; ++d) {
         const NaiveOutput expected = outputs[index * place.dims.vo + d];
-        const bool has_keys = lse[index] != -INFINITY;
         const double tolerance =
-            has_keys ? expected.weight_error * (1. + kLogitError / rounding.relative) +
-                           std::abs(expected.value) * rounding.relative + rounding.absolute
-                     : 0.;
+            expected.has_keys ? expected.weight_error * (1. + kLogitError / rounding.relative) +
+                                    std::abs(expected.value) * rounding.relative + rounding.absolute
+                              : 0.;
         CHECK_NEAR(static_cast<float>(out.at(row, head, d)), expected.value, tolerance,
                    place << ": out[" << row << ", " << head << ", " << d << "]");
       }
@@ -254,6 +282,23 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
     params.v_scale = -0.75f;
     params.lse_scale = kLn2;
   }
+  Tensor<float> slopes(num_qo_heads, 1, 1, Layout::padded);
+  Tensor<float> sinks(num_qo_heads, 1, 1, Layout::padded);
+  slopes.fill(random, 0.5f);
+  sinks.fill(random, 4.f);
+  const std::vector<uint32_t> words = random_mask(random, test.qo_len, test.kv_len);
+  DeviceArray<uint32_t> mask(static_cast<int64_t>(words.size()));
+  mask.upload(words.data());
+  if (test.extras.mask) {
+    params.mask_bits = mask.data();
+    params.mask_words = static_cast<int64_t>(words.size());
+  }
+  params.soft_cap = test.extras.soft_cap;
+  params.has_alibi = test.extras.alibi != Alibi::none;
+  if (test.extras.alibi == Alibi::given) {
+    params.alibi_slopes = {slopes.data(), slopes.token_stride()};
+  }
+  if (test.extras.sinks) params.sinks = {sinks.data(), sinks.token_stride()};
 
   CHECK_CUDA(entry.launch(params, stream));
   CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -278,7 +323,7 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
                                     device_expected.data(), stream);
   device_lse.download(expected_lse.data());
   device_expected.download(expected.data());
-  check_output(out, expected, expected_lse, place);
+  check_output(out, expected, place);
   if (test.has_lse) check_lse(lse, expected_lse, place);
 }
 
@@ -306,6 +351,37 @@ std::vector<Case> small_cases(const KernelInfo& info) {
   };
 }
 
+// Each extra alone, and together.
+std::vector<Case> extra_cases(const KernelInfo& info) {
+  const int m = info.tile_m, n = info.tile_n;
+  constexpr int U = kUnbounded;
+  const Extras mask{true}, cap{false, 2.f}, rule{false, 0.f, Alibi::rule};
+  const Extras slopes{false, 0.f, Alibi::given}, sinks{false, 0.f, Alibi::none, true};
+  const Extras all{true, 1.5f, Alibi::rule, true};
+  const Extras no_mask{false, 1.5f, Alibi::given, true};
+  return {
+      {"mask", m + 5, 3 * n + 3, 2, 7, U, U, Layout::nhd, true, false, mask},
+      {"mask, more rows", 2 * m + 1, n - 3, 1, 7, U, U, Layout::hnd, true, false, mask},
+      {"mask of one bit", 1, 1, 1, 1, U, U, Layout::nhd, true, false, mask},
+      {"mask and window", m + 1, 4 * n + 5, 2, 1, n + 1, U, Layout::padded, true, false, mask},
+      {"mask and scales", m + 1, 2 * n + 7, 2, 1, U, U, Layout::nhd, true, true, mask},
+      {"soft cap", m + 1, 3 * n + 1, 2, 7, U, U, Layout::hnd, true, false, cap},
+      {"soft cap, causal", 2 * m + n, n + 9, 2, 1, U, 0, Layout::nhd, true, false, cap},
+      {"soft cap and scales", m + 1, 2 * n + 3, 2, 7, U, 0, Layout::nhd, true, true, cap},
+      {"ALiBi", m + 1, 3 * n + 1, 1, 7, U, U, Layout::padded, true, false, rule},
+      {"ALiBi, causal", 2 * m + 3, 2 * m + 3, 3, 1, U, 0, Layout::hnd, true, false, rule},
+      {"ALiBi, given slopes", m + 1, 2 * n, 2, 7, U, 0, Layout::nhd, true, false, slopes},
+      {"sinks", m + 1, 5 * n + 1, 2, 7, U, U, Layout::nhd, true, false, sinks},
+      {"sinks, causal", 2 * m + n + 3, n + 1, 2, 1, U, 0, Layout::hnd, true, false, sinks},
+      {"sinks and scales", m + 1, 2 * n + 3, 2, 7, n, 0, Layout::nhd, true, true, sinks},
+      {"all extras", m + 3, 3 * n + 3, 2, 7, U, U, Layout::padded, true, true, all},
+      {"all extras and window", 2 * m + 1, 4 * n + 1, 1, 7, n / 2, U, Layout::hnd, true, false,
+       all},
+      {"all but a mask", 2 * m + 1, 3 * n + 2, 2, 7, U, 0, Layout::nhd, true, true, no_mask},
+      {"all but a mask, window", m, 4 * n, 2, 1, n, 3, Layout::nhd, true, false, no_mask},
+  };
+}
+
 // What needs many heads or many keys, and is tried with one pair of head dims. All have more tiles
 // than there are SMs.
 std::vector<Case> large_cases(const KernelEntry& entry, int num_sms) {
@@ -329,6 +405,7 @@ void run_row(const KernelEntry& entry, int num_sms, cudaStream_t stream) {
   const HeadDims few{whole.qk - 56, 8};
   for (const HeadDims& dims : {whole, less, few}) {
     for (const Case& test : small_cases(entry.info())) run_case<T>(entry, dims, test, stream);
+    for (const Case& test : extra_cases(entry.info())) run_case<T>(entry, dims, test, stream);
   }
   for (const Case& test : large_cases(entry, num_sms)) run_case<T>(entry, whole, test, stream);
 }

@@ -1,4 +1,5 @@
-// LogitScale and the scales per head.
+// Scales, the transform of scores before the softmax, soft caps, ALiBi slopes and sinks.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -9,9 +10,12 @@ namespace {
 
 using prefill::HeadScale;
 using prefill::LogitScale;
+using prefill::LogitTransform;
 using prefill::PrefillParams;
 
 constexpr double kLog2e = 1.4426950408889634;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // Three roundings to float lie between the parts and their product.
 constexpr double kTolerance = 3 * 0x1p-24;
@@ -65,7 +69,7 @@ void check_params() {
   PrefillParams params{};
   params.sm_scale = 0.5f;
   params.v_scale = 23.f;
-  CHECK_EQ(prefill::logit_scale(params, 3, 1).multiplier, LogitScale::of(0.5f).multiplier);
+  CHECK_EQ(LogitTransform::of(params, 3, 1).multiplier, LogitScale::of(0.5f).multiplier);
   CHECK_EQ(prefill::value_scale(params, 1), 23.f);
 
   params.scale_q = {scale_q, 1};
@@ -74,11 +78,121 @@ void check_params() {
   for (int head = 0; head < 4; ++head) {
     const int kv_head = head / 2;
     const LogitScale expected = LogitScale::of(0.5f * scale_q[head] * scale_k[kv_head]);
-    const LogitScale actual = prefill::logit_scale(params, head, kv_head);
-    CHECK_EQ(actual.factor, expected.factor, "head " << head);
+    const LogitTransform actual = LogitTransform::of(params, head, kv_head);
+    CHECK_EQ(actual.gain, expected.factor, "head " << head);
     CHECK_EQ(actual.multiplier, expected.multiplier, "head " << head);
+    CHECK_EQ(actual.slope, 0.f, "head " << head);
+    CHECK_EQ(actual.is_idle, expected.factor == 1.f, "head " << head);
     CHECK_EQ(prefill::value_scale(params, kv_head), 23.f * scale_v[kv_head]);
   }
+}
+
+// What a kernel makes of a score, in base-2 units (transform_scores, without its order of sums).
+double transformed(const LogitTransform& transform, bool is_capped, float score, int distance) {
+  const float y = is_capped ? prefill::fast_tanh(score * transform.to_cap) : score;
+  const float bias = transform.slope * static_cast<float>(distance);
+  return double{transform.multiplier} * std::fma(y, transform.gain, bias);
+}
+
+// Against the contract in double precision. fast_tanh is right to 2^-20, and a few roundings come
+// on top. The error is relative to the terms, which may cancel.
+void check_transforms() {
+  const float slopes[] = {0.5f, -0.25f, 3.f};
+  for (float scale : {0.125f, -0.125f, 0.f, 1.f, 1e-10f, 1e10f}) {
+    for (float cap : {0.f, 1e-3f, 1.f, 30.f, 1e6f, 1e30f}) {
+      for (bool has_alibi : {false, true}) {
+        PrefillParams params{};
+        params.num_qo_heads = 3;
+        params.sm_scale = scale;
+        params.soft_cap = cap;
+        params.has_alibi = has_alibi;
+        params.alibi_slopes = {slopes + 2, -1};
+        for (int head = 0; head < 3; ++head) {
+          const LogitTransform transform = LogitTransform::of(params, head, 0);
+          CHECK_EQ(transform.is_idle, cap == 0.f && !has_alibi && scale > 0.f,
+                   "scale " << scale << ", cap " << cap);
+          for (float score : {0.f, 1.f, -1.f, 0.37f, -20.5f, 64000.f, -64000.f}) {
+            for (int distance : {0, -1, -100, 77, -(1 << 30)}) {
+              double logit = double{score} * scale;
+              if (cap > 0.f) logit = cap * std::tanh(logit / cap);
+              const double bias = has_alibi ? double{slopes[2 - head]} * distance : 0.;
+              const double expected = (logit + bias) * kLog2e;
+              const double size = (std::abs(logit) + std::abs(bias)) * kLog2e;
+              // Scores over a cap may be subnormal.
+              const double smallest = std::numeric_limits<float>::denorm_min();
+              const double rounding = 4 * smallest * (1. + cap) * (1. + std::abs(score));
+              CHECK_NEAR(transformed(transform, cap > 0.f, score, distance), expected,
+                         0x1p-19 * size + rounding,
+                         "scale " << scale << ", cap " << cap << ", score " << score
+                                  << ", distance " << distance << ", head " << head);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// No finite score may become NaN, whatever the scale and the cap.
+void check_extreme_caps() {
+  for (float scale : {1e-38f, 1.f, 1e38f, -1e38f}) {
+    for (float cap : {std::numeric_limits<float>::min(), 1.f, std::numeric_limits<float>::max()}) {
+      PrefillParams params{};
+      params.sm_scale = scale;
+      params.soft_cap = cap;
+      const LogitTransform transform = LogitTransform::of(params, 0, 0);
+      CHECK_EQ(transformed(transform, true, 0.f, 0), 0., "scale " << scale << ", cap " << cap);
+      for (float score : {1e-30f, -1.f, 3e38f}) {
+        const double logit = transformed(transform, true, score, 0);
+        CHECK(!std::isnan(logit), "scale " << scale << ", cap " << cap << ", score " << score);
+      }
+    }
+  }
+}
+
+void check_tanh() {
+  double worst = 0.;
+  for (int i = -40000; i <= 40000; ++i) {
+    const float x = static_cast<float>(i) * 0x1p-11f;
+    if (i == 0) continue;
+    const double expected = std::tanh(double{x});
+    worst = std::max(worst, std::abs(prefill::fast_tanh(x) / expected - 1.));
+  }
+  for (float x = 0x1p-100f; x < 1.f; x *= 1.37f) {
+    worst = std::max(worst, std::abs(prefill::fast_tanh(x) / std::tanh(double{x}) - 1.));
+    CHECK_EQ(prefill::fast_tanh(-x), -prefill::fast_tanh(x), x);
+  }
+  CHECK(worst < 0x1p-20, "relative error of fast_tanh: " << worst);
+  CHECK_EQ(prefill::fast_tanh(0.f), 0.f);
+  for (float large : {20.f, 1e30f, kInfinity}) {
+    CHECK_NEAR(prefill::fast_tanh(large), 1., 0x1p-20, large);
+    CHECK_NEAR(prefill::fast_tanh(-large), -1., 0x1p-20, large);
+  }
+  CHECK(std::isnan(prefill::fast_tanh(kNan)));
+}
+
+// The rule for the heads of powers of two, and that others interleave with twice as many.
+void check_slopes() {
+  for (int num_heads = 1; num_heads <= 200; ++num_heads) {
+    const int n = 1 << static_cast<int>(std::log2(num_heads) + 1e-9);
+    for (int head = 0; head < num_heads; ++head) {
+      const double k = head < n ? head + 1 : head - n + 0.5;
+      const double expected = std::exp2(-8. * k / n);
+      CHECK_NEAR(prefill::alibi_rule(head, num_heads), expected, 0x1p-22 * expected,
+                 "head " << head << " of " << num_heads);
+    }
+  }
+}
+
+void check_sinks() {
+  const float sinks[] = {0.5f, -3.f, kInfinity};
+  PrefillParams params{};
+  CHECK_EQ(prefill::sink_logit(params, 1), -kInfinity);
+  params.sinks = {sinks, 1};
+  CHECK_EQ(prefill::sink_logit(params, 1), -3.f * static_cast<float>(kLog2e));
+  CHECK_EQ(prefill::sink_logit(params, 2), kInfinity);
+  params.sinks = {sinks, 0};
+  CHECK_EQ(prefill::sink_logit(params, 2), 0.5f * static_cast<float>(kLog2e));
 }
 
 }  // namespace
@@ -87,5 +201,10 @@ int main() {
   check_scales();
   check_head_scales();
   check_params();
+  check_transforms();
+  check_extreme_caps();
+  check_tanh();
+  check_slopes();
+  check_sinks();
   return prefill::test::result();
 }

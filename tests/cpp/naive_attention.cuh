@@ -47,10 +47,22 @@ struct Rounding {
 struct NaiveOutput {
   double value;
   double weight_error;
+  bool has_keys;
 };
 
 __device__ inline double naive_scale(const HeadScale& scale, int head) {
   return scale.data == nullptr ? 1. : scale.data[head * scale.stride];
+}
+
+// By the paper: 2^(-8k/n) for the first n heads, n the largest power of two; for the others every
+// second slope of 2n heads.
+__device__ inline double naive_slope(const PrefillParams& params, int head) {
+  if (!params.has_alibi) return 0.;
+  if (params.alibi_slopes.data != nullptr) {
+    return params.alibi_slopes.data[head * params.alibi_slopes.stride];
+  }
+  const int n = 1 << static_cast<int>(floor(log2(params.num_qo_heads + 0.5)));
+  return head < n ? exp2(-8. * (head + 1) / n) : exp2(-8. * (2 * (head - n) + 1) / (2 * n));
 }
 
 // One thread for each of the `size` elements of logits [num_qo_heads, qo_len, kv_len].
@@ -71,28 +83,40 @@ __global__ void naive_logits(const PrefillParams params, int64_t size, double* l
     product += double{static_cast<float>(q[d])} * static_cast<float>(k[d]);
   }
   const int64_t position = row + params.kv_len - params.qo_len;
-  const bool seen = position - params.window_left <= key && key <= position + params.window_right;
+  bool seen = position - params.window_left <= key && key <= position + params.window_right;
+  if (params.mask_bits != nullptr) {
+    const int64_t bit = row * params.kv_len + key;
+    seen = seen && (params.mask_bits[bit / 32] >> bit % 32 & 1) != 0;
+  }
   const double scale =
       params.sm_scale * naive_scale(params.scale_q, head) * naive_scale(params.scale_k, kv_head);
-  logits[index] = seen ? scale * product : -INFINITY;
+  double logit = scale * product;
+  if (params.soft_cap > 0.f) logit = params.soft_cap * tanh(logit / params.soft_cap);
+  logit += naive_slope(params, head) * static_cast<double>(key - position);
+  logits[index] = seen ? logit : -INFINITY;
 }
 
 // One thread for each of the `size` rows [num_qo_heads, qo_len]: logits become weights, zero in a
 // row without keys.
-__global__ void naive_softmax(int64_t size, int kv_len, double lse_scale, double* logits,
+__global__ void naive_softmax(const PrefillParams params, int64_t size, double* logits,
                               double* lse) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (row >= size) return;
+  const int kv_len = params.kv_len;
+  const auto head = static_cast<int>(row / params.qo_len);
+  const double sink = params.sinks.data == nullptr
+                          ? -INFINITY
+                          : double{params.sinks.data[head * params.sinks.stride]};
   double* weights = logits + row * kv_len;
-  double maximum = -INFINITY;
+  double maximum = sink;
   for (int key = 0; key < kv_len; ++key) maximum = fmax(maximum, weights[key]);
-  double sum = 0.;
+  double sum = sink == -INFINITY ? 0. : exp(sink - maximum);
   for (int key = 0; key < kv_len; ++key) {
     weights[key] = weights[key] == -INFINITY ? 0. : exp(weights[key] - maximum);
     sum += weights[key];
   }
   for (int key = 0; key < kv_len; ++key) weights[key] /= sum == 0. ? 1. : sum;
-  lse[row] = (maximum / log(2.) + log2(sum)) * lse_scale;
+  lse[row] = (maximum / log(2.) + log2(sum)) * params.lse_scale;
 }
 
 // One thread for each of the `size` elements of outputs [num_qo_heads, qo_len, head_dim_vo].
@@ -110,7 +134,7 @@ __global__ void naive_outputs(const PrefillParams params, Rounding rounding, int
   // A kernel rounds weights while the largest one is 1.
   double largest = 0.;
   for (int key = 0; key < params.kv_len; ++key) largest = fmax(largest, weights[key]);
-  NaiveOutput output{0., 0.};
+  NaiveOutput output{0., 0., largest > 0.};
   for (int64_t key = 0; key < params.kv_len; ++key) {
     const double value = static_cast<float>(v[key * params.v.token_stride]);
     const double error = rounding.relative * weights[key] + rounding.absolute * largest;
@@ -118,7 +142,7 @@ __global__ void naive_outputs(const PrefillParams params, Rounding rounding, int
     output.weight_error += error * fabs(value);
   }
   const double scale = params.v_scale * naive_scale(params.scale_v, kv_head);
-  outputs[index] = {scale * output.value, fabs(scale) * output.weight_error};
+  outputs[index] = {scale * output.value, fabs(scale) * output.weight_error, output.has_keys};
 }
 
 // Fills lse [num_qo_heads, qo_len] and outputs [num_qo_heads, qo_len, head_dim_vo].
@@ -135,8 +159,7 @@ void naive_attention(const PrefillParams& params, Rounding rounding, double* lse
   const DeviceArray<double> weights(pairs);
   naive_logits<T><<<blocks(pairs), kThreads, 0, stream>>>(params, pairs, weights.data());
   CHECK_CUDA(cudaGetLastError());
-  naive_softmax<<<blocks(rows), kThreads, 0, stream>>>(rows, params.kv_len, params.lse_scale,
-                                                       weights.data(), lse);
+  naive_softmax<<<blocks(rows), kThreads, 0, stream>>>(params, rows, weights.data(), lse);
   CHECK_CUDA(cudaGetLastError());
   naive_outputs<T><<<blocks(elements), kThreads, 0, stream>>>(params, rounding, elements,
                                                               weights.data(), outputs);

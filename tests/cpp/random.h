@@ -15,6 +15,8 @@ class Random {
     return static_cast<int>(low + static_cast<int64_t>(next() % count));
   }
 
+  uint32_t bits() { return static_cast<uint32_t>(next() >> 32); }
+
   // In [low, high).
   float real(float low, float high) {
     return low + (high - low) * static_cast<float>(next() >> 40) * 0x1p-24f;
