@@ -70,18 +70,10 @@ class NativeBackend:
                 reasons.append(
                     f"{self.name} writes the dtype of q alone, not o_dtype={request.o_dtype}"
                 )
-        if request.custom_mask is not None or request.packed_custom_mask is not None:
-            reasons.append(f"{self.name} has no custom masks yet")
-        if request.logits_soft_cap > 0.0:
-            reasons.append(f"{self.name} has no logits_soft_cap yet")
-        if request.pos_encoding_mode != "NONE":
-            reasons.append(
-                f"{self.name} has no pos_encoding_mode={request.pos_encoding_mode!r} yet"
-            )
+        if request.pos_encoding_mode == "ROPE_LLAMA":
+            reasons.append(f"{self.name} has no pos_encoding_mode='ROPE_LLAMA' yet")
         if request.use_fp16_qk_reduction:
             reasons.append(f"{self.name} has no use_fp16_qk_reduction yet")
-        if request.sinks is not None:
-            reasons.append(f"{self.name} has no sinks yet")
         if request.qo_len >= MAX_LENGTH or request.kv_len >= MAX_LENGTH:
             reasons.append(f"{self.name} takes qo_len and kv_len below 2^30")
         return reasons

@@ -101,4 +101,9 @@ def _kernel(name: str, request: PrefillRequest) -> Kernel:
 def _copies(request: PrefillRequest) -> tuple[str, ...]:
     tensors = {"q": request.q, "k": request.k, "v": request.v, "out": request.out}
     reasons = {name: ops.copy_reason(t) for name, t in tensors.items() if t is not None}
+    masks = {
+        "custom_mask": request.custom_mask,
+        "packed_custom_mask": request.packed_custom_mask,
+    }
+    reasons |= {name: ops.mask_copy_reason(m) for name, m in masks.items() if m is not None}
     return tuple(f"{name}: {reason}" for name, reason in reasons.items() if reason)

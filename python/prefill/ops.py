@@ -1,11 +1,13 @@
 """Runs a resolved request: the native op with kernel-ready tensors, or the reference.
 
 Kernels read q, k, v and write out through any outer strides, but want the last dimension dense,
-16-byte aligned rows and 16-byte aligned bases. What is not so is copied here, and `explain` says
-that it is.
+16-byte aligned rows and 16-byte aligned bases. What is not so is copied here. Masks they read as
+bits, in words of 32: a bool mask is packed here, and one that is no whole number of words is copied.
+`explain` says so.
 
-Two ops, one signature. `prefill::attention` is the library's. `prefill::prepared_attention` is
-Python's: it prepares the tensors, then calls the former. Eager calls run that function directly; a
+Two ops, one signature. `prefill::attention` is the library's, whose mask is in words.
+`prefill::prepared_attention` is Python's, whose mask may be bool too: it prepares the tensors, then
+calls the former. Eager calls run that function directly; a
 compiled graph holds it as an op, because the alignment of a tensor is known only when the graph
 runs.
 """
@@ -19,15 +21,18 @@ import torch
 from torch import Tensor
 
 from prefill import support
+from prefill.packing import packbits
 from prefill.reference import reference_attention
 from prefill.request import PrefillRequest
 
 _SIGNATURE = (
     "(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? scale_q, "
-    "Tensor? scale_k, Tensor? scale_v, int window_left, int window_right, float sm_scale, float "
-    "v_scale, float lse_scale) -> ()"
+    "Tensor? scale_k, Tensor? scale_v, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, int "
+    "window_left, int window_right, bool alibi, float soft_cap, float sm_scale, float v_scale, "
+    "float lse_scale) -> ()"
 )
 _LN_2 = math.log(2.0)
+_LOG2_E = 1.0 / _LN_2
 
 _attention: Any = None
 _prepared_attention: Any = None
@@ -71,7 +76,10 @@ def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
     if kv_len == 0:
         out.zero_()
         if lse is not None:
-            lse.fill_(-math.inf)
+            if request.sinks is None:
+                lse.fill_(-math.inf)
+            else:
+                lse.copy_(request.sinks * (_LOG2_E if request.lse_base == "2" else 1.0))
         return out, lse
 
     window_left = request.window_left
@@ -91,8 +99,13 @@ def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
         request.scale_q,
         request.scale_k,
         request.scale_v,
+        request.custom_mask if request.packed_custom_mask is None else request.packed_custom_mask,
+        request.alibi_slopes,
+        request.sinks,
         window_left,
         0 if request.causal else -1,
+        request.pos_encoding_mode == "ALIBI",
+        request.logits_soft_cap,
         request.sm_scale,
         request.v_scale,
         1.0 if request.lse_base == "2" else _LN_2,
@@ -110,19 +123,29 @@ def prepare_and_launch(
     scale_q: Tensor | None,
     scale_k: Tensor | None,
     scale_v: Tensor | None,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     window_left: int,
     window_right: int,
+    alibi: bool,
+    soft_cap: float,
     sm_scale: float,
     v_scale: float,
     lse_scale: float,
 ) -> None:
-    """Call `prefill::attention`, with copies of the tensors that kernels cannot address."""
+    """Call `prefill::attention`, with copies of the tensors that kernels cannot address.
+
+    `mask` is bool [qo_len, kv_len], or uint8 [ceil(qo_len * kv_len / 8)].
+    """
     if not is_kernel_ready(q):
         q = q.clone(memory_format=torch.contiguous_format)
     if not is_kernel_ready(k):
         k = k.clone(memory_format=torch.contiguous_format)
     if not is_kernel_ready(v):
         v = v.clone(memory_format=torch.contiguous_format)
+    if mask is not None:
+        mask = mask_words(mask)
     ready = is_kernel_ready(out)
     target = out if ready else torch.empty_like(out, memory_format=torch.contiguous_format)
     _attention(
@@ -135,8 +158,13 @@ def prepare_and_launch(
         scale_q,
         scale_k,
         scale_v,
+        mask,
+        alibi_slopes,
+        sinks,
         window_left,
         window_right,
+        alibi,
+        soft_cap,
         sm_scale,
         v_scale,
         lse_scale,
@@ -154,6 +182,31 @@ def is_kernel_ready(tensor: Tensor) -> bool:
     length, heads, _ = tensor.shape
     outer, middle, inner = tensor.stride()
     return inner == 1 and not (outer % 8 and length != 1) and not (middle % 8 and heads != 1)
+
+
+def mask_words(mask: Tensor) -> Tensor:
+    """A mask, bool or packed, as uint8 [4 * ceil(bits / 32)] at an address that is a multiple of 4.
+
+    Bits past the end mean nothing.
+    """
+    packed = packbits(mask, bitorder="little") if mask.dtype == torch.bool else mask
+    if not mask_copy_reason(packed):
+        return packed
+    size = packed.numel()
+    words = torch.empty((size + 3) // 4 * 4, dtype=torch.uint8, device=packed.device)
+    words[:size] = packed
+    return words
+
+
+def mask_copy_reason(mask: Tensor) -> str:
+    """Why `mask_words` copies a mask, for `explain`; "" if it does not."""
+    if mask.dtype == torch.bool:
+        return "it is packed to bits"
+    if not mask.is_contiguous():
+        return f"its stride is {mask.stride(0)}, not 1"
+    if mask.numel() % 4:
+        return "it is not a whole number of 32-bit words"
+    return "its address is not a multiple of 4 bytes" if mask.data_ptr() % 4 else ""
 
 
 def copy_reason(tensor: Tensor) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from prefill import ops, support
+from prefill.rope import alibi_slopes as alibi_rule
 from prefill.support import BuildInfo, DeviceInfo, NativeLibrary
 
 CLASSES = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -71,8 +72,13 @@ class StubKernel:
         scale_q: Tensor | None,
         scale_k: Tensor | None,
         scale_v: Tensor | None,
+        mask: Tensor | None,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
         window_left: int,
         window_right: int,
+        alibi: bool,
+        soft_cap: float,
         sm_scale: float,
         v_scale: float,
         lse_scale: float,
@@ -89,19 +95,33 @@ class StubKernel:
         values = v.double().repeat_interleave(group, 1)
         logits = torch.einsum("ihd,jhd->hij", q.double(), keys) * sm_scale
         logits = logits * (per_head_q * per_head_k).double()[:, None, None]
+        if soft_cap > 0.0:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
         position = torch.arange(qo_len)[:, None] + kv_len - qo_len
         key = torch.arange(kv_len)[None, :]
+        if alibi:
+            slopes = alibi_rule(heads) if alibi_slopes is None else alibi_slopes
+            logits = logits + slopes.double()[:, None, None] * (key - position)
         seen = torch.ones(qo_len, kv_len, dtype=torch.bool)
         if window_left >= 0:
             seen &= key >= position - window_left
         if window_right >= 0:
             seen &= key <= position + window_right
+        if mask is not None:
+            assert mask.dtype == torch.uint8
+            assert mask.is_contiguous()
+            assert mask.data_ptr() % 4 == 0
+            assert mask.numel() == (qo_len * kv_len + 31) // 32 * 4
+            bit = torch.arange(qo_len * kv_len)
+            seen &= ((mask[bit // 8] >> (bit % 8)) & 1).bool().view(qo_len, kv_len)
         logits = logits.masked_fill(~seen, -math.inf)
-        weights = torch.where(seen, torch.softmax(logits, -1), 0.0)
+        sink = torch.full((heads,), -math.inf) if sinks is None else sinks
+        joined = torch.cat((logits, sink.double()[:, None, None].expand(-1, qo_len, 1)), -1)
+        weights = torch.where(seen, torch.softmax(joined, -1)[..., :-1], 0.0)
         result = torch.einsum("hij,jhd->ihd", weights, values)
         out.copy_(result * per_head_v[:, None].double() * v_scale)
         if lse is not None:
-            base_2 = torch.logsumexp(logits, -1).t() / math.log(2.0)
+            base_2 = torch.logsumexp(joined, -1).t() / math.log(2.0)
             lse.copy_(base_2 * lse_scale)
 
 

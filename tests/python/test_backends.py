@@ -100,13 +100,8 @@ def test_cpu_takes_the_reference() -> None:
 
 
 LACKING: dict[str, tuple[dict[str, Any], str]] = {
-    "mask": ({"custom_mask": torch.ones(2, 3, dtype=torch.bool)}, "custom masks"),
-    "packed": ({"packed_custom_mask": torch.ones(1, dtype=torch.uint8)}, "custom masks"),
-    "cap": ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
     "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode='ROPE_LLAMA'"),
-    "alibi": ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode='ALIBI'"),
     "fp16 reduction": ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction"),
-    "sinks": ({"sinks": torch.zeros(4)}, "sinks"),
     "o_dtype": ({"o_dtype": torch.float32}, "o_dtype=torch.float32"),
     "fp8": ({"dtype": torch.float8_e4m3fn}, "float8"),
 }
@@ -126,7 +121,7 @@ def test_what_the_kernels_lack_goes_to_the_reference(name: str, backend: str) ->
 
 @pytest.mark.usefixtures("full_build")
 def test_all_reasons_are_given_at_once() -> None:
-    call = request(logits_soft_cap=1.0, sinks=torch.zeros(4), backend="fa3")
+    call = request(use_fp16_qk_reduction=True, pos_encoding_mode="ROPE_LLAMA", backend="fa3")
     found = reasons("fa3", call, cuda(8, 0))
     assert len(found) == 3
     with pytest.raises(NotImplementedError) as caught:
@@ -136,19 +131,36 @@ def test_all_reasons_are_given_at_once() -> None:
 
 
 @pytest.mark.usefixtures("full_build")
-def test_what_the_kernels_take() -> None:
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"causal": True},
+        {"custom_mask": torch.ones(2, 3, dtype=torch.bool)},
+        {"packed_custom_mask": torch.ones(1, dtype=torch.uint8)},
+    ],
+)
+@pytest.mark.parametrize("alibi_slopes", [None, torch.ones(4)])
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_what_the_kernels_take(
+    backend: str, alibi_slopes: torch.Tensor | None, mask: dict[str, Any]
+) -> None:
     call = request(
-        causal=True,
+        **mask,
         window_left=1,
+        logits_soft_cap=30.0,
+        pos_encoding_mode="ALIBI",
+        alibi_slopes=alibi_slopes,
+        sinks=torch.zeros(4),
         sm_scale=-1.0,
         scale_q=torch.ones(4),
         scale_k=2.0,
         v_scale=torch.ones(()),
         return_lse=True,
         lse_base="e",
-        backend="fa3",
+        backend=backend,
     )
-    assert resolve(call, H100) == "fa3"
+    assert reasons(backend, call, H100) == []
+    assert resolve(call, H100) == backend
 
 
 @pytest.mark.usefixtures("full_build")
@@ -314,6 +326,24 @@ def test_explain_tells_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "copy:    q: the last dimension has stride 8" in str(told)
 
+    q, kv = torch.randn(2, 4, 64).half(), torch.randn(9, 2, 64).half()
+    assert prefill.explain(q, kv, kv, custom_mask=torch.ones(2, 9) > 0).copies == (
+        "custom_mask: it is packed to bits",
+    )
+    packed = torch.zeros(18, dtype=torch.uint8)
+    expected = {
+        packed[:8]: (),
+        packed[1:9]: ("packed_custom_mask: its address is not a multiple of 4 bytes",),
+        packed[:16:2]: ("packed_custom_mask: its stride is 2, not 1",),
+    }
+    kv = torch.randn(32, 2, 64).half()
+    for mask, copies in expected.items():
+        assert prefill.explain(q, kv, kv, packed_custom_mask=mask).copies == copies
+    kv = torch.randn(9, 2, 64).half()
+    assert prefill.explain(q, kv, kv, packed_custom_mask=packed[:3]).copies == (
+        "packed_custom_mask: it is not a whole number of 32-bit words",
+    )
+
 
 def test_explain_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = pretend(monkeypatch, cuda(8, 6))
@@ -323,7 +353,7 @@ def test_explain_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.reason == "auto: first in priority that can; fa3 cannot"
     assert "compute capability 8.6" in told.rejected["fa3"][0]
 
-    told = prefill.explain(q, q, q, logits_soft_cap=20.0)
+    told = prefill.explain(q, q, q, pos_encoding_mode="ROPE_LLAMA")
     assert told.backend == "reference"
     assert told.kernel is None
     assert [len(r) for r in told.rejected.values()] == [2, 1]

@@ -40,14 +40,15 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window_left": 3},
     "scales": {"scale_q": 2.0, "scale_k": torch.rand(HK), "k_scale": torch.tensor(0.5)},
     "sm_scale": {"sm_scale": 0.25, "v_scale": 3.0},
-}
-REFERENCE_ONLY: dict[str, dict[str, Any]] = {
     "mask and causal": {"custom_mask": torch.rand(QO, KV) > 0.5, "causal": True},
     "packed": {"packed_custom_mask": torch.randint(0, 256, (6,), dtype=torch.uint8)},
     "cap": {"logits_soft_cap": 5.0},
-    "rope": {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 1e5},
-    "alibi": {"pos_encoding_mode": "ALIBI", "alibi_slopes": torch.rand(HQ)},
+    "alibi": {"pos_encoding_mode": "ALIBI", "return_lse": True},
+    "slopes": {"pos_encoding_mode": "ALIBI", "alibi_slopes": torch.rand(HQ)},
     "sinks": {"sinks": torch.rand(HQ), "return_lse": True},
+}
+REFERENCE_ONLY: dict[str, dict[str, Any]] = {
+    "rope": {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 1e5},
 }
 
 
@@ -55,6 +56,7 @@ def same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:causal=True has no effect")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_native_compiles_whole(stub: StubKernel, compiler: str, name: str) -> None:
@@ -148,8 +150,12 @@ def test_fake_cuda_tensors_trace(monkeypatch: pytest.MonkeyPatch, compiled: bool
 def op_arguments(lse: bool) -> tuple[Any, ...]:
     q, k, v = inputs()
     results = torch.empty(QO, HQ, D).half(), torch.empty(QO, HQ) if lse else None
-    scales = (torch.rand(HQ), torch.rand(HK), torch.rand(HK)) if lse else (None, None, None)
-    return ("fa3", q, k, v, *results, *scales, 3, 0, 0.125, 1.0, 1.0)
+    optional: tuple[Tensor | None, ...] = (None,) * 6
+    if lse:
+        mask = torch.randint(0, 256, (8,), dtype=torch.uint8)  # 45 bits, in words
+        scales = torch.rand(HQ), torch.rand(HK), torch.rand(HK)
+        optional = (*scales, mask, torch.rand(HQ), torch.rand(HQ))
+    return ("fa3", q, k, v, *results, *optional, 3, 0, lse, 5.0, 0.125, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("lse", [False, True])

@@ -206,6 +206,95 @@ def test_given_results(stub: StubKernel) -> None:
         check(result, q, k, v, return_lse=True)
 
 
+@pytest.mark.parametrize("window_left", [-1, 2])
+@pytest.mark.parametrize(("qo_len", "kv_len"), [(QO, KV), (8, 12), (1, 1), (3, 11)])
+def test_masks_reach_the_op_as_words(
+    stub: StubKernel, qo_len: int, kv_len: int, window_left: int
+) -> None:
+    """From 1 bit to 3 whole words; the stub checks size and address."""
+    q, k, v = half(qo_len, HQ, D), half(kv_len, HK, D), half(kv_len, HK, D)
+    keep = torch.arange(qo_len * kv_len).view(qo_len, kv_len) % 3 != 0
+    bits = prefill.packbits(keep, bitorder="little")
+    size = bits.numel()
+    strided = torch.empty(2 * size, dtype=torch.uint8)[::2].copy_(bits)
+    odd = torch.empty(size + 1, dtype=torch.uint8)[1:].copy_(bits)
+    more = bits.clone()
+    if qo_len * kv_len % 8:
+        more[-1] |= 0x80  # past the end
+    given: list[dict[str, Any]] = [
+        {"custom_mask": keep},
+        {"custom_mask": keep.t().contiguous().t()},
+        {"packed_custom_mask": bits},
+        {"packed_custom_mask": bits, "custom_mask": ~keep},
+        {"packed_custom_mask": strided},
+        {"packed_custom_mask": odd},
+        {"packed_custom_mask": more},
+    ]
+    for mask in given:
+        kwargs = mask | {"window_left": window_left, "return_lse": True}
+        stub.calls.clear()
+        result = run(q, k, v, **kwargs)
+        check(result, q, k, v, custom_mask=keep, window_left=window_left, return_lse=True)
+        call = only_call(stub)
+        assert call["window_right"] == -1
+        packed = mask.get("packed_custom_mask", bits)
+        assert torch.equal(call["mask"][:size], packed)
+        if packed is bits and "packed_custom_mask" in mask:
+            assert (call["mask"].data_ptr() == bits.data_ptr()) == (size % 4 == 0)
+
+
+def test_logit_terms_reach_the_op(stub: StubKernel) -> None:
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    slopes, sinks = torch.rand(HQ), torch.randn(HQ)
+    sent = {"mask": None, "alibi": False, "alibi_slopes": None, "sinks": None, "soft_cap": 0.0}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"logits_soft_cap": 2.0}, {"soft_cap": 2.0}),
+        ({"logits_soft_cap": -2.0}, {}),
+        ({"pos_encoding_mode": "ALIBI"}, {"alibi": True}),
+        (
+            {"pos_encoding_mode": "ALIBI", "alibi_slopes": slopes},
+            {"alibi": True, "alibi_slopes": slopes},
+        ),
+        ({"sinks": sinks}, {"sinks": sinks}),
+        (
+            {"logits_soft_cap": 3.0, "pos_encoding_mode": "ALIBI", "sinks": sinks},
+            {"soft_cap": 3.0, "alibi": True, "sinks": sinks},
+        ),
+    ]
+    for kwargs, changed in cases:
+        stub.calls.clear()
+        kwargs = kwargs | {"return_lse": True, "causal": True}
+        check(run(q, k, v, **kwargs), q, k, v, **kwargs)
+        call = only_call(stub)
+        for name, value in (sent | changed).items():
+            assert call[name] is value or call[name] == value, name
+
+
+def test_no_visible_keys(stub: StubKernel) -> None:
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    sinks = torch.randn(HQ)
+    nothing = torch.zeros(QO, KV, dtype=torch.bool)
+    out, lse = run(q, k, v, custom_mask=nothing, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    out, lse = run(q, k, v, custom_mask=nothing, sinks=sinks, return_lse=True)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, (sinks / math.log(2.0)).expand(QO, HQ))
+
+
+@pytest.mark.parametrize("base", ["2", "e"])
+def test_no_keys_but_sinks(stub: StubKernel, base: str) -> None:
+    q, kv, sinks = half(QO, HQ, D), half(0, HK, D), torch.randn(HQ)
+    out, lse = run(q, kv, kv, return_lse=True, sinks=sinks, lse_base=base)
+    assert (out == 0).all()
+    unit = 1.0 if base == "e" else math.log(2.0)
+    torch.testing.assert_close(lse, (sinks / unit).expand(QO, HQ))
+    _, exact = run(q, kv, kv, return_lse=True, sinks=sinks, lse_base=base, backend="reference")
+    torch.testing.assert_close(lse, exact)
+    assert stub.calls == []
+
+
 @pytest.mark.parametrize("base", ["2", "e"])
 def test_no_keys(stub: StubKernel, base: str) -> None:
     q, kv = half(QO, HQ, D), half(0, HK, D)
