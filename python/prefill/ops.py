@@ -2,7 +2,7 @@
 
 Kernels read q, k, v and write out through any outer strides, but want the last dimension dense,
 16-byte aligned rows and 16-byte aligned bases. What is not so is copied here. Masks they read as
-bits, in words of 32: a bool mask is packed here, and one that is no whole number of words is copied.
+bits, in words of 32: a bool mask is packed here, and one that does not fill its words is copied.
 `explain` says so.
 
 Two ops, one signature. `prefill::attention` is the library's, whose mask is in words.

@@ -12,6 +12,8 @@ The truth is computed in float64. A kernel may be off by
    elements the largest error is a matter of luck, so this holds from `ENOUGH` elements on, and a
    quarter of the output's own rounding is allowed on top.
 
+With a sink all weights of a row may be small: those that float32 flushes count 2^-126.
+
 The LSE comes from float32 sums of float32 exponentials: log2 of those is right to about 1e-6, plus
 the logits' own 2^-21 of their size; 1e-3 * (1 + 2^-10 * |lse|) is well above both and well below
 any mistake (one key too many among 700 moves it by 2e-3).
@@ -111,6 +113,13 @@ def _per_head(scale: Any, heads: int, group: int, device: torch.device) -> Tenso
     return tensor.expand(heads).repeat_interleave(group)[:, None, None]
 
 
+def slopes_by_rule(heads: int, device: torch.device) -> Tensor:
+    """ALiBi: powers of 2^(-8/n) for the first n heads, then every second one of 2n heads."""
+    n = 2 ** int(math.log2(heads + 0.5))
+    exponents = [-8 * (h + 1) / n if h < n else -4 * (2 * (h - n) + 1) / n for h in range(heads)]
+    return torch.tensor([2.0**exponent for exponent in exponents], device=device)
+
+
 def expect(
     q: Tensor,
     k: Tensor,
@@ -118,6 +127,12 @@ def expect(
     *,
     causal: bool = False,
     window_left: int = -1,
+    custom_mask: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+    pos_encoding_mode: str = "NONE",
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lse_base: str = "2",
     sm_scale: float | None = None,
     scale_q: Any = None,
     scale_k: Any = None,
@@ -134,32 +149,53 @@ def expect(
     )
     v_scale = _per_head(scale_v, kv_heads, group, device)
     seen = visible(q.shape[0], k.shape[0], causal, window_left, device)
+    if custom_mask is not None:
+        seen &= custom_mask
+    bias = torch.zeros((), dtype=torch.float64, device=device)
+    if pos_encoding_mode == "ALIBI":
+        slopes = slopes_by_rule(heads, device) if alibi_slopes is None else alibi_slopes
+        position = torch.arange(q.shape[0], device=device)[:, None] + (k.shape[0] - q.shape[0])
+        distance = torch.arange(k.shape[0], device=device) - position
+        bias = slopes.double()[:, None, None] * distance
+    sink = torch.full((heads,), -math.inf, device=device) if sinks is None else sinks
+    sink = sink.double()[:, None, None].expand(heads, q.shape[0], 1)
     queries = q.transpose(0, 1)
     keys, values = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
 
     def computed(kind: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = queries.to(kind) @ keys.to(kind).transpose(1, 2) * scale.to(kind)
-        logits = logits.masked_fill(~seen, -math.inf)
-        return logits, torch.softmax(logits, -1).nan_to_num(0.0)
+        if logits_soft_cap is not None and logits_soft_cap > 0.0:
+            logits = torch.tanh(logits / logits_soft_cap) * logits_soft_cap
+        logits = (logits + bias.to(kind)).masked_fill(~seen, -math.inf)
+        logits = torch.cat((logits, sink.to(kind)), -1)
+        return logits, torch.softmax(logits, -1)[..., :-1].nan_to_num(0.0)
 
     def product(weights: Tensor, kind: torch.dtype) -> Tensor:
         return (weights.to(kind) @ values.to(kind) * v_scale.to(kind)).transpose(0, 1)
 
     logits, weights = computed(torch.float64)
     out = product(weights, torch.float64)
-    lse = (torch.logsumexp(logits, -1) * LOG2_E).transpose(0, 1)
+    lse = torch.logsumexp(logits, -1).transpose(0, 1)
+    if lse_base == "2":
+        lse = lse * LOG2_E
     _, plain_weights = computed(torch.float32)
     plain = product(plain_weights.to(q.dtype), torch.float32).to(q.dtype)
 
     unit = torch.finfo(q.dtype).eps / 2
     size = (weights @ values.double().abs() * v_scale.abs()).transpose(0, 1)
-    largest = logits.masked_fill(~seen, 0.0).abs().amax(-1).transpose(0, 1)[..., None]
+    counts = torch.cat((seen.expand(heads, -1, -1), sink > -math.inf), -1)
+    largest = logits.masked_fill(~counts, 0.0).abs().amax(-1).transpose(0, 1)[..., None]
     worst = 1.01 * unit * (size + out.abs()) + (2.0**-20 * largest + 2.0**-18) * size
     if q.dtype == torch.float16:
         subnormal = (
             2.0**-25 * k.shape[0] * values.double().abs().amax((1, 2)) * v_scale.abs()[:, 0, 0]
         )
         worst = worst + subnormal[None, :, None] + 2.0**-25
+    if sinks is not None:
+        flushed = values.double().abs().amax((1, 2)) * v_scale.abs()[:, 0, 0] * k.shape[0]
+        worst = worst + 2.0**-126 * flushed[None, :, None]
+    if custom_mask is not None or sinks is not None:  # rows without keys are exactly zero
+        worst = torch.where(seen.any(-1)[:, None, None], worst, 0.0)
     return Expected(out, lse, (plain.double() - out).abs(), worst, unit)
 
 

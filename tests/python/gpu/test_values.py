@@ -318,6 +318,10 @@ def test_real_activations(backend: str, length: int) -> None:
     window=st.one_of(st.just(-1), st.integers(0, 500)),
     sm_scale=st.one_of(st.none(), st.floats(-0.5, 0.5)),
     layout=st.sampled_from(["NHD", "HND"]),
+    mask_share=st.one_of(st.none(), st.floats(0.0, 1.0)),
+    soft_cap=st.one_of(st.none(), st.floats(0.01, 100.0)),
+    alibi=st.booleans(),
+    has_sinks=st.booleans(),
 )
 def test_any_call(
     backend: str,
@@ -331,11 +335,22 @@ def test_any_call(
     window: int,
     sm_scale: float | None,
     layout: str,
+    mask_share: float | None,
+    soft_cap: float | None,
+    alibi: bool,
+    has_sinks: bool,
 ) -> None:
     q = normal(qo_len, kv_heads * ratio, 8 * head_dims[0], dtype=dtype)
     k = normal(kv_len, kv_heads, 8 * head_dims[0], dtype=dtype, seed=1)
     v = normal(kv_len, kv_heads, 8 * head_dims[1], dtype=dtype, seed=2)
     arguments: dict[str, Any] = {"causal": causal, "window_left": window, "sm_scale": sm_scale}
+    arguments |= {"logits_soft_cap": soft_cap, "pos_encoding_mode": "ALIBI" if alibi else "NONE"}
+    if has_sinks:
+        arguments["sinks"] = torch.linspace(-3.0, 5.0, kv_heads * ratio, device="cuda")
+    if mask_share is not None:
+        noise = normal(qo_len, kv_len, dtype=torch.float32, seed=3)
+        arguments["custom_mask"] = torch.special.ndtr(noise) < mask_share
+        arguments["causal"] = False
     given_k, given_v = (k, v) if layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
     out, lse = run(q, given_k, given_v, backend=backend, kv_layout=layout, **arguments)
     ledger = Ledger()
@@ -345,9 +360,8 @@ def test_any_call(
 
 def test_what_kernels_lack_runs_on_the_reference(backend: str) -> None:
     q, k, v = inputs(20, 30)
-    mask = torch.rand(20, 30, device="cuda") > 0.3
-    assert explain(q, k, v, custom_mask=mask).backend == "reference"
-    out, _ = run(q, k, v, custom_mask=mask)
+    assert explain(q, k, v, pos_encoding_mode="ROPE_LLAMA").backend == "reference"
+    out, _ = run(q, k, v, pos_encoding_mode="ROPE_LLAMA")
     assert out.isfinite().all()
     with pytest.raises(NotImplementedError, match="backend='reference' can"):
-        run(q, k, v, custom_mask=mask, backend=backend)
+        run(q, k, v, pos_encoding_mode="ROPE_LLAMA", backend=backend)
