@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "common/fragment.cuh"
+#include "common/logits.cuh"
 #include "common/online_softmax.cuh"
 #include "fa2/tiles.h"
 
@@ -50,6 +51,7 @@ struct Traits {
     alignas(128) T q[kM * Dims::kQk];  // the output tile in the end
     alignas(128) T k[kN * Dims::kQk];
     alignas(128) T v[kN * Dims::kVo];
+    LogitTransform transform;  // in registers it would cost a spill
   };
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);
