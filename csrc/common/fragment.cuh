@@ -73,8 +73,8 @@ CUTE_DEVICE void convert_fragment(Source const& source, Destination& destination
   *reinterpret_cast<cutlass::Array<Target, kSize>*>(destination.data()) = convert(from);
 }
 
-// A thread's columns in a row of accumulators, counted from its first: 0, 1, 8, 9, 16, 17 and so on.
-// As a set of bits, those before `key`.
+// A thread's columns in a row of accumulators, counted from its first: 0, 1, 8, 9, 16, 17 and so
+// on. As a set of bits, those before `key`.
 CUTE_HOST_DEVICE constexpr uint32_t columns_before(int key) {
   if (key <= 0) return 0;
   const int rest = key % 8;
