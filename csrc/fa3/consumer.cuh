@@ -93,46 +93,48 @@ struct Consumer {
                rows().order.tile(step) * Traits::kN + get<1>(origin));
   }
 
-  // How rows are to be written.
-  struct Ending {
-    Normaliser<Softmax::kRows> normaliser;
-    cute::array<bool, Softmax::kRows> skips;  // done again for the sake of other rows
-  };
+  using RowNormaliser = Normaliser<Softmax::kRows>;
 
-  // For rows whose last product has been started: writes the LSE, and answers how to write the
-  // output. Rows in which anchored sums have left their range come out as NaN.
-  CUTE_DEVICE Ending finish(RowTile const& rows, Softmax& softmax) const {
+  // Which of a thread's rows keep what is written: in a row tile that is done again, all but those
+  // that are NaN.
+  CUTE_DEVICE cute::array<bool, Softmax::kRows> kept_rows(RowTile const& rows) const {
+    const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
+        typename Traits::MmaPv{}, thread);
+    cute::array<bool, Softmax::kRows> kept;
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      const int row = min(rows.first_row + get<0>(coordinates(r, _0{})), params.qo_len - 1);
+      kept[r] = rows.is_redo && !isnan(static_cast<float>(static_cast<T const*>(
+                                    params.out.data)[rows.head * params.out.head_stride +
+                                                     row * params.out.token_stride]));
+    }
+    return kept;
+  }
+
+  // For rows whose last product has been started: writes the LSE, and answers what to multiply the
+  // output by. That is NaN for rows in which weights have left their range.
+  CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
     const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
         typename Traits::MmaPv{}, thread);
-    Ending ending;
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      ending.skips[r] = false;
-      if (rows.is_redo) {
-        const int row = min(rows.first_row + get<0>(coordinates(r, _0{})), params.qo_len - 1);
-        ending.skips[r] = !isnan(static_cast<float>(static_cast<T const*>(
-            params.out.data)[rows.head * params.out.head_stride + row * params.out.token_stride]));
-      }
-    }
+    const auto kept = kept_rows(rows);
     store_lse(params, softmax, rows.is_careful, coordinates, rows.head, rows.first_row,
-              [&](int r) { return ending.skips[r]; });
+              [&](int r) { return kept[r]; });
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
         if (!softmax.anchor_held(r, params.kv_len)) softmax.row_sum[r] = NAN;
       }
     }
-    ending.normaliser = {softmax, rows.value_scale};
-    return ending;
+    return {softmax, rows.value_scale};
   }
 
   // Writes the output. Where weights turn out to have left their range, rows are NaN and the row
   // tile is put on the redo list.
   template <class Acc>
-  CUTE_DEVICE void write(RowTile const& rows, Ending const& ending, Acc& out) {
+  CUTE_DEVICE void write(RowTile const& rows, RowNormaliser const& normaliser, Acc& out) {
     Tensor out_rows = row_column_view(out);
-    ending.normaliser.apply(out_rows);
+    normaliser.apply(out_rows);
     cute::array<bool, Softmax::kRows> failed;
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
@@ -155,7 +157,7 @@ struct Consumer {
     }
     if (!Traits::kStagesOutput || rows.is_redo) {
       store_rows<T>(params.out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row,
-                    ending.skips, out);
+                    kept_rows(rows), out);
     } else {
       stage_rows(own.out, thread, out);
       tma_store_fence();
@@ -239,9 +241,9 @@ struct Consumer {
           Tensor score_rows = row_column_view(scores);
           start_qk(scores);
           start_pv(is_pending, step > 1 || (step == 0 && previous_rows().order.count > 1));
-          Ending ending;
+          RowNormaliser normaliser;
           if (step == 0) {
-            if (has_previous) ending = finish(previous_rows(), softmax);
+            if (has_previous) normaliser = finish(previous_rows(), softmax);
             softmax = Softmax(rows().logit_scale.multiplier);
             num_general = rows().num_general;
           }
@@ -254,7 +256,7 @@ struct Consumer {
           if (step > 0) {
             scale_rows(out_rows, growth);
           } else if (has_previous) {
-            write(previous_rows(), ending, out);
+            write(previous_rows(), normaliser, out);
           }
           ++num_steps;
         }

@@ -50,7 +50,7 @@ CUTE_DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" 
 // bytes of one chunk and a quad writes whole 32-byte sectors.
 template <class T, class Acc>
 CUTE_DEVICE void store_rows(TensorView const& out, int qo_len, int head_dim, int head,
-                            int first_row, cute::array<bool, 2> const& skips,
+                            int first_row, cute::array<bool, 2> const& kept,
                             Acc const& accumulators) {
   constexpr int kChunks = decltype(size(accumulators))::value / 4;  // in a row
   static_assert(kChunks % 2 == 0);
@@ -61,7 +61,7 @@ CUTE_DEVICE void store_rows(TensorView const& out, int qo_len, int head_dim, int
   T* destination = static_cast<T*>(out.data) + head * out.head_stride + column;
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const bool is_written = row + 8 * half < qo_len && !skips[half];
+    const bool is_written = row + 8 * half < qo_len && !kept[half];
     T* row_start = destination + (row + 8 * half) * out.token_stride;
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; chunk += 2) {
