@@ -55,25 +55,20 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into exp2(logit - max) in place. What was summed before must be multiplied by the
-  // row factors that come back. A caller that leaves steep rows out has to do them again.
-  template <bool kWithSteep = true, class Scores>
+  // row factors that come back.
+  template <class Scores>
   CUTE_DEVICE Row step(Scores& scores) {
     using namespace cute;
-    static_assert(decltype(size<0>(scores))::value == kRows);
     Row previous, factor, offset;
     bool steep = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float tile_max = scores(r, 0);
-      CUTE_UNROLL
-      for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
-      previous[r] = row_max[r];
-      row_max[r] = fmaxf(previous[r], quad_max(tile_max));
+      previous[r] = raise_max(r, scores);
       offset[r] = rounded_logit(row_max[r]);
-      if constexpr (kWithSteep) steep = steep || is_steep(offset[r]);
+      steep = steep || is_steep(offset[r]);
     }
     float slope = multiplier;
-    if (kWithSteep && (steep || was_steep)) {  // rare
+    if (steep || was_steep) {  // rare
       slope = 1.f;
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -104,21 +99,32 @@ struct OnlineSoftmax {
     return factor;
   }
 
+  // As step, for callers that do steep rows again in the end (anchor_held), with care: then weights
+  // are relative to the unrounded maximum in all of a row's steps.
+  template <class Scores>
+  CUTE_DEVICE Row exact_step(Scores& scores, bool with_care) {
+    Row factor;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float previous = raise_max(r, scores);
+      const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
+      const float base = with_care ? maximum : 0.f;
+      const float offset = with_care ? 0.f : __fmul_rn(maximum, multiplier);
+      factor[r] = exp2_approx(with_care ? (previous - base) * multiplier
+                                        : __fmul_rn(previous, multiplier) - offset);
+      row_sum[r] *= factor[r];
+      add_weights(r, scores, base, offset);
+    }
+    return factor;
+  }
+
   // As step, with the maximum of the tiles before as the anchor of the weights: nothing is
   // multiplied afterwards. Rows must have seen a key; anchor_held tells in the end whether it was
   // good enough.
   template <class Scores>
   CUTE_DEVICE void anchored_step(Scores& scores) {
-    using namespace cute;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const float offset = anchor(r);
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), multiplier, -offset));
-        row_sum[r] += scores(r, c);
-      }
-    }
+    for (int r = 0; r < kRows; ++r) add_weights(r, scores, 0.f, anchor(r));
   }
 
   // False where an anchored sum may have overflowed or lost bits, or be NaN, where the row is
@@ -126,7 +132,8 @@ struct OnlineSoftmax {
   // and the rounding of their weights shows. Weighted sums of V may overflow before it does.
   CUTE_DEVICE bool anchor_held(int r, int kv_len) const {
     constexpr float kLargestMean = 256.f;
-    return row_sum[r] < kLargestMean * static_cast<float>(kv_len) && !is_steep(anchor(r));
+    return row_sum[r] < kLargestMean * static_cast<float>(kv_len) &&
+           !is_steep(rounded_logit(row_max[r]));
   }
 
   // After the last tile: makes row_sum the whole row's sum.
@@ -139,14 +146,15 @@ struct OnlineSoftmax {
   CUTE_DEVICE bool row_is_empty(int r) const { return row_sum[r] == 0.f; }
 
   // log2 of the sum of exp(logit); -inf for an empty row.
-  CUTE_DEVICE float row_lse(int r) const {
-    return row_is_empty(r) ? -INFINITY
-                           : rounded_logit(row_max[r]) + residue(row_max[r]) + log2f(row_sum[r]);
+  CUTE_DEVICE float row_lse(int r, bool with_care) const {
+    return row_is_empty(r)
+               ? -INFINITY
+               : rounded_logit(row_max[r]) + residue(row_max[r], with_care) + log2f(row_sum[r]);
   }
 
   // The same with a sink, a logit in base-2 units that has no key; -inf is none.
-  CUTE_DEVICE float row_lse(int r, float sink) const {
-    const float keys = row_lse(r);
+  CUTE_DEVICE float row_lse(int r, bool with_care, float sink) const {
+    const float keys = row_lse(r, with_care);
     if (sink == -INFINITY) return keys;
     if (keys == -INFINITY || sink == INFINITY) return sink;
     const float larger = fmaxf(keys, sink), difference = -fabsf(keys - sink);
@@ -154,12 +162,37 @@ struct OnlineSoftmax {
   }
 
   // What the weights of a row with keys and of the sink, relative to the same logit, sum up to.
-  CUTE_DEVICE float sum_with(int r, float sink) const {
+  CUTE_DEVICE float sum_with(int r, bool with_care, float sink) const {
     if (sink == -INFINITY) return row_sum[r];
-    return row_sum[r] + exp2_approx((sink - rounded_logit(row_max[r])) - residue(row_max[r]));
+    const float above = sink - rounded_logit(row_max[r]);
+    return row_sum[r] + exp2_approx(above - residue(row_max[r], with_care));
   }
 
  private:
+  // Answers what the maximum was before.
+  template <class Scores>
+  CUTE_DEVICE float raise_max(int r, Scores const& scores) {
+    using namespace cute;
+    static_assert(decltype(size<0>(scores))::value == kRows);
+    float tile_max = scores(r, 0);
+    CUTE_UNROLL
+    for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
+    const float previous = row_max[r];
+    row_max[r] = fmaxf(previous, quad_max(tile_max));
+    return previous;
+  }
+
+  // The row's scores become exp2((score - base) multiplier - offset), and are added up.
+  template <class Scores>
+  CUTE_DEVICE void add_weights(int r, Scores& scores, float base, float offset) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); ++c) {
+      scores(r, c) = exp2_approx(fmaf(scores(r, c) - base, multiplier, -offset));
+      row_sum[r] += scores(r, c);
+    }
+  }
+
   // -inf where no key was seen.
   CUTE_DEVICE float anchor(int r) const { return __fmul_rn(row_max[r], multiplier); }
 
@@ -171,9 +204,9 @@ struct OnlineSoftmax {
   }
 
   // What rounding took from the product, where weights are relative to the unrounded one.
-  CUTE_DEVICE float residue(float maximum) const {
+  CUTE_DEVICE float residue(float maximum, bool with_care = false) const {
     const float logit = rounded_logit(maximum);
-    const bool counts = is_steep(logit) && fabsf(logit) != INFINITY;
+    const bool counts = (with_care || is_steep(logit)) && fabsf(logit) < INFINITY;
     return counts ? fmaf(maximum, multiplier, -logit) : 0.f;
   }
 
@@ -207,11 +240,12 @@ struct Normaliser {
   Normaliser() = default;
 
   template <class Softmax>
-  CUTE_DEVICE Normaliser(Softmax const& softmax, float sink, float value_scale) {
+  CUTE_DEVICE Normaliser(Softmax const& softmax, bool with_care, float sink, float value_scale) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      factor[r] =
-          softmax.row_is_empty(r) ? -0.f : __fdividef(value_scale, softmax.sum_with(r, sink)) + 0.f;
+      factor[r] = softmax.row_is_empty(r)
+                      ? -0.f
+                      : __fdividef(value_scale, softmax.sum_with(r, with_care, sink)) + 0.f;
     }
   }
 

@@ -54,65 +54,67 @@ struct SectionOrder {
 
 // With a bound on the right, late row tiles have the most keys.
 //
-// Pairs of a late and an early row tile of a head (or the one in the middle) are all as long: the blocks of a persistent grid
-// take one each, head after head, so that few heads' K and V are wanted at a time, by many blocks at
-// once. What one or two rounds of that would leave is ordered over all of its heads, late row tiles
-// first, so that early ones fill the end.
+// Pairs of a late and an early row tile of a head are all as long: the blocks of a persistent grid
+// take one each, head after head, so that few heads' K and V are wanted at a time, by many blocks
+// at once. What the last rounds of that would take is ordered over all heads instead, late row
+// tiles first, so that early ones fill the end.
 struct LengthOrder {
+  // Some row tiles, late ones first, and all heads from one on of each.
+  struct Run {
+    int num_tiles;
+    int last_m_tile;
+    int first_head;
+    cutlass::FastDivmod heads;
+  };
+
   int num_m_tiles;
-  int num_paired;     // pairs that are taken as such
-  int partial_head;   // its outermost `partial_pairs` pairs are taken, as all those of heads before
-  int partial_pairs;
-  int num_left;       // tiles
-  int num_outer;      // those before the first of partial_head
+  int num_left;  // tiles
   cutlass::FastDivmod head_pairs;
-  cutlass::FastDivmod outer_heads;  // after partial_head
-  cutlass::FastDivmod inner_heads;  // from partial_head on
+  Run left[5];
 
   PREFILL_HOST_DEVICE void pair(int index, bool late, int& m_tile, int& head) const {
     int rank;
     head_pairs(head, rank, index);
-    const int late_tile = num_m_tiles - 1 - rank;
-    m_tile = late ? late_tile : rank < late_tile ? rank : -1;
+    m_tile = late ? num_m_tiles - 1 - rank : rank;
   }
 
   PREFILL_HOST_DEVICE void tile(int index, int& m_tile, int& head) const {
-    const int num_inner = num_left - 2 * num_outer;
-    const bool is_inner = index >= num_outer && index < num_outer + num_inner;
+    int run = 0;
+    for (; index >= left[run].num_tiles; ++run) index -= left[run].num_tiles;
     int rank;
-    if (is_inner) {
-      inner_heads(rank, head, index - num_outer);
-      rank += partial_pairs;
-      head += partial_head;
-    } else {
-      const bool is_early = index >= num_outer;
-      outer_heads(rank, head, is_early ? index - num_inner : index);
-      if (is_early) rank += num_m_tiles - 2 * partial_pairs;
-      head += partial_head + 1;
-    }
-    m_tile = num_m_tiles - 1 - rank;
+    left[run].heads(rank, head, index);
+    m_tile = left[run].last_m_tile - rank;
+    head += left[run].first_head;
   }
 
   static LengthOrder of(int num_m_tiles, int num_heads, int num_paired) {
-    const int head_pairs = (num_m_tiles + 1) / 2;
-    const int partial_head = num_paired / head_pairs, partial_pairs = num_paired % head_pairs;
-    const int inner_heads = num_heads - partial_head, outer_heads = inner_heads - 1;
-    const int num_outer = partial_pairs * outer_heads;
-    return {num_m_tiles,
-            num_paired,
-            partial_head,
-            partial_pairs,
-            2 * num_outer + (num_m_tiles - 2 * partial_pairs) * inner_heads,
-            num_outer,
-            cutlass::FastDivmod(head_pairs),
-            cutlass::FastDivmod(std::max(outer_heads, 1)),
-            cutlass::FastDivmod(std::max(inner_heads, 1))};
+    // Of heads before `partial` all pairs are taken, of that one the outermost `outer`.
+    const int pairs = std::max(num_m_tiles / 2, 1);
+    const int partial = num_paired / pairs, outer = num_paired % pairs;
+    const int middle = num_m_tiles % 2, inner = num_m_tiles / 2 - outer;
+    LengthOrder order{
+        num_m_tiles, num_m_tiles * num_heads - 2 * num_paired, cutlass::FastDivmod(pairs), {}};
+    int m_tile = num_m_tiles - 1, run = 0;
+    const auto add = [&](int num_m_tiles, int first_head) {
+      const int heads = num_heads - first_head;
+      order.left[run++] = {num_m_tiles * heads, m_tile, first_head,
+                           cutlass::FastDivmod(std::max(heads, 1))};
+      m_tile -= num_m_tiles;
+    };
+    add(outer, partial + 1);
+    add(inner, partial);
+    add(middle, 0);
+    add(inner, partial);
+    add(outer, partial + 1);
+    return order;
   }
 };
 
 struct TileSchedule {
   bool late_rows_first;
   int num_blocks;  // of a persistent grid; 0: a block for each tile
+  int num_pair_rounds;
+  int num_rounds;
   SectionOrder sections;
   LengthOrder lengths;
   cutlass::FastDivmod group;  // query heads of a KV head
@@ -133,16 +135,13 @@ struct TileSchedule {
   // Work of a persistent grid's block in each of its rounds: first both tiles of a pair, round by
   // round, then what is left, every other round in reverse, so that the block which got the longest
   // tile of one round gets the shortest of the next.
-  PREFILL_HOST_DEVICE int num_rounds() const {
-    return num_pair_rounds() + (num_left() + num_blocks - 1) / num_blocks;
-  }
   PREFILL_HOST_DEVICE WorkTile tile(int round, int block) const {
-    if (round < num_pair_rounds()) {
+    if (round < num_pair_rounds) {
       int m_tile, head;
       lengths.pair(round / 2 * num_blocks + block, round % 2 == 0, m_tile, head);
       return work_tile(m_tile, head);
     }
-    round -= num_pair_rounds();
+    round -= num_pair_rounds;
     const int index = round * num_blocks + (round % 2 == 0 ? block : num_blocks - 1 - block);
     return index < num_left() ? tile(index) : WorkTile{-1, 0, 0};
   }
@@ -163,20 +162,26 @@ struct TileSchedule {
 
   static TileSchedule of(int num_m_tiles, int num_heads, int heads_per_section, int group,
                          bool late_rows_first, bool pairs, int num_blocks) {
-    num_blocks = std::min(num_blocks, num_m_tiles * num_heads);
-    const int num_pairs = (num_m_tiles + 1) / 2 * num_heads;
-    const int num_paired = late_rows_first && pairs && num_blocks > 0
-                               ? std::max(num_pairs / num_blocks - 1, 0) * num_blocks
-                               : 0;
-    return {late_rows_first, num_blocks,
+    const int num_tiles = num_m_tiles * num_heads;
+    num_blocks = std::min(num_blocks, num_tiles);
+    // Of the rounds, so many are left unpaired that the last of them are short.
+    constexpr int kUnpaired = 2;
+    const bool is_paired = late_rows_first && pairs && num_blocks > 0;
+    const int num_pair_rounds =
+        is_paired ? std::max(num_m_tiles / 2 * num_heads / num_blocks - kUnpaired, 0) : 0;
+    const int num_paired = num_pair_rounds * num_blocks;
+    const int num_left_rounds =
+        num_blocks > 0 ? (num_tiles - 2 * num_paired + num_blocks - 1) / num_blocks : 1;
+    return {late_rows_first,
+            num_blocks,
+            2 * num_pair_rounds,
+            2 * num_pair_rounds + num_left_rounds,
             SectionOrder::of(num_m_tiles, num_heads, heads_per_section),
-            LengthOrder::of(num_m_tiles, num_heads, num_paired), cutlass::FastDivmod(group)};
+            LengthOrder::of(num_m_tiles, num_heads, num_paired),
+            cutlass::FastDivmod(group)};
   }
 
  private:
-  PREFILL_HOST_DEVICE int num_pair_rounds() const {
-    return num_blocks == 0 ? 0 : 2 * (lengths.num_paired / num_blocks);
-  }
   PREFILL_HOST_DEVICE int num_left() const {
     return late_rows_first ? lengths.num_left : num_tiles();
   }

@@ -41,7 +41,7 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
   Tensor out_rows = row_column_view(out);
-  Normaliser<Traits::Softmax::kRows>(softmax, sink, value_scale).apply(out_rows);
+  Normaliser<Traits::Softmax::kRows>(softmax, false, sink, value_scale).apply(out_rows);
   Tensor rounded = make_tensor<T>(out.layout());
   convert_fragment<T>(out, rounded);
 
@@ -53,7 +53,7 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
 
   const auto coordinates =
       element_coordinates<Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>>(tiled_mma, threadIdx.x);
-  store_lse(params, softmax, coordinates, head, sink, first_row);
+  store_lse(params, softmax, false, coordinates, head, sink, first_row, [](int) { return false; });
 
   __syncthreads();
   store_rows<Traits>(smem, params, head, first_row);

@@ -6,6 +6,7 @@
 #include "common/mask.cuh"
 #include "common/params.h"
 #include "fa3/epilogue.cuh"
+#include "fa3/tensor_maps.cuh"
 #include "fa3/traits.cuh"
 #include "fa3/work_list.cuh"
 
@@ -39,6 +40,7 @@ struct Consumer {
   typename Traits::SharedStorage& smem;
   typename Traits::ConsumerStorage& own;
   PrefillParams const& params;
+  TensorMaps const& maps;
   BandMask const& mask;
   const int warpgroup;
   const int thread;  // within the warpgroup
@@ -47,10 +49,11 @@ struct Consumer {
   uint32_t num_steps = 0;  // KV tiles whose K has been used; V lags one behind
 
   CUTE_DEVICE Consumer(typename Traits::SharedStorage& smem_, PrefillParams const& params_,
-                       BandMask const& mask_, int warpgroup_)
+                       TensorMaps const& maps_, BandMask const& mask_, int warpgroup_)
       : smem(smem_),
         own(smem_.consumers[warpgroup_]),
         params(params_),
+        maps(maps_),
         mask(mask_),
         warpgroup(warpgroup_),
         thread(threadIdx.x % kWarpgroupThreads),
@@ -114,36 +117,81 @@ struct Consumer {
 
   using RowNormaliser = Normaliser<Softmax::kRows>;
 
+  // Which of a thread's rows keep what is written: in a row tile that is done again, all but those
+  // that are NaN.
+  CUTE_DEVICE cute::array<bool, Softmax::kRows> kept_rows(RowTile const& rows) const {
+    const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
+        typename Traits::MmaPv{}, thread);
+    cute::array<bool, Softmax::kRows> kept;
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      const int row = min(rows.first_row + get<0>(coordinates(r, _0{})), params.qo_len - 1);
+      kept[r] = rows.is_redo && !isnan(static_cast<float>(static_cast<T const*>(
+                                    params.out.data)[rows.head * params.out.head_stride +
+                                                     row * params.out.token_stride]));
+    }
+    return kept;
+  }
+
   // For rows whose last product has been started: writes the LSE, and answers what to multiply the
-  // output by. That is NaN where weights have left their range.
+  // output by. That is NaN for rows in which weights have left their range.
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
     const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
         typename Traits::MmaPv{}, thread);
-    store_lse(params, softmax, coordinates, rows.head, rows.sink, rows.first_row);
+    const auto kept = kept_rows(rows);
+    store_lse(params, softmax, rows.is_careful, coordinates, rows.head, rows.sink, rows.first_row,
+              [&](int r) { return kept[r]; });
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
         if (!softmax.anchor_held(r, params.kv_len)) softmax.row_sum[r] = NAN;
       }
     }
-    return {softmax, rows.sink, rows.value_scale};
+    return {softmax, rows.is_careful, rows.sink, rows.value_scale};
   }
 
-  // Writes the output, or puts the row tile on the redo list where weights turn out to have left
-  // their range.
+  // Writes the output. Where weights turn out to have left their range, rows are NaN and the row
+  // tile is put on the redo list.
   template <class Acc>
   CUTE_DEVICE void write(RowTile const& rows, RowNormaliser const& normaliser, Acc& out) {
     Tensor out_rows = row_column_view(out);
     normaliser.apply(out_rows);
-    if (!rows.is_careful) {
-      const bool is_finite = all_finite(out);
-      if (named_barrier_any(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads, !is_finite)) {
-        if (thread == 0) smem.redo_list.add(rows.round);
-        return;
+    cute::array<bool, Softmax::kRows> failed;
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      failed[r] = !rows.is_careful && !row_is_finite(out_rows, r);
+    }
+    if constexpr (Traits::kStagesOutput) {
+      if (thread == 0) tma_store_wait<0>();  // until the rows before have left their place
+    }
+    if (named_barrier_any(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads,
+                          failed[0] || failed[1])) {
+      if (thread == 0) smem.redo_list.add(rows.round);
+      CUTE_UNROLL
+      for (int r = 0; r < Softmax::kRows; ++r) {
+        const uint32_t quad = __ballot_sync(0xffffffffu, failed[r]) >> (thread % 32 & ~3) & 15;
+        CUTE_UNROLL
+        for (int c = 0; c < size<1>(out_rows); ++c) {
+          if (quad != 0) out_rows(r, c) = NAN;
+        }
       }
     }
-    store_rows<T>(params.out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row, out);
+    if (!Traits::kStagesOutput || rows.is_redo) {
+      store_rows<T>(params.out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row,
+                    kept_rows(rows), out);
+    } else {
+      stage_rows(own.out, thread, out);
+      tma_store_fence();
+      named_barrier_sync(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads);
+      if (thread == 0 && rows.first_row < params.qo_len) {
+        for (int column = 0; column < Dims::kVo; column += Traits::kColumns) {
+          SM90_TMA_STORE_3D::copy(&maps.out, own.out + kWarpgroupRows * column, column,
+                                  rows.first_row, rows.head);
+        }
+        tma_store_arrive();
+      }
+    }
   }
 
   // Starts the next row tile; false where it sees no key, or there is none.
@@ -223,8 +271,7 @@ struct Consumer {
           }
           finish_qk(scores, step + 1 == count);
           mask_scores(score_rows, step);
-          const auto growth = rows().is_careful ? softmax.step(score_rows)
-                                                : softmax.template step<false>(score_rows);
+          const auto growth = softmax.exact_step(score_rows, rows().is_careful);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
           finish_pv(is_pending);
           convert_fragment<T>(scores, weights);
@@ -244,7 +291,7 @@ struct Consumer {
           scale_rows(out_rows, growth);
           start_pv(true, step > 1);
           finish_qk(scores, step + 1 == count);
-          growth = softmax.template step<false>(score_rows);
+          growth = softmax.exact_step(score_rows, false);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
           finish_pv(true);
           convert_fragment<T>(scores, weights);
@@ -271,17 +318,23 @@ struct Consumer {
       turn.take();
       start_pv(has_previous, previous_rows().order.count > 1);
       finish_pv(has_previous);
-      if (has_previous) write(previous_rows(), finish(previous_rows(), softmax), out);
-
-      if (!rows().is_end()) {  // rows that see no key
-        softmax = Softmax(1.f);
-        clear(out);
-        write(rows(), finish(rows(), softmax), out);
+      // The rows before, and rows that see no key.
+#pragma unroll 1
+      for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {
+        if (i == 1) {
+          softmax = Softmax(1.f);
+          clear(out);
+        }
+        RowTile const& which = i == 1 ? rows() : previous_rows();
+        write(which, finish(which, softmax), out);
       }
       release(own.q_ring, num_rows - 1);
       if (rows().is_end()) {
         if (rows().round > 0) break;
-        if (thread == 0) smem.redo_list.arrive();
+        if (thread == 0) {
+          if (Traits::kStagesOutput) wait_for_stores();
+          smem.redo_list.arrive();
+        }
         if (!smem.redo_list.wait_any()) break;
       }
     }

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.k));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.v));
+    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.out));
     constexpr int kConsumerWarps = Traits::kWarpgroups * 4;
     for (auto& consumer : smem.consumers) {
       consumer.q_ring.init(4);
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) Producer<Traits>{smem, params, maps, schedule, mask}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<Traits>(smem, params, mask, cutlass::canonical_warp_group_idx() - 1).run();
+    Consumer<Traits>(smem, params, maps, mask, cutlass::canonical_warp_group_idx() - 1).run();
   }
 }
 

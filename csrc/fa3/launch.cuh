@@ -25,8 +25,11 @@ cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, T
   error = encode(maps.k, params.k, type, params.head_dim_qk, params.kv_len, params.num_kv_heads,
                  Traits::kN);
   if (error != cudaSuccess) return error;
-  return encode(maps.v, params.v, type, params.head_dim_vo, params.kv_len, params.num_kv_heads,
-                Traits::kN);
+  error = encode(maps.v, params.v, type, params.head_dim_vo, params.kv_len, params.num_kv_heads,
+                 Traits::kN);
+  if (error != cudaSuccess || !Traits::kStagesOutput) return error;
+  return encode(maps.out, params.out, type, params.head_dim_vo, params.qo_len, params.num_qo_heads,
+                kWarpgroupRows);
 }
 
 template <DType kDType, class Dims>

@@ -70,19 +70,19 @@ struct Producer {
   CUTE_DEVICE static bool is_late(int round) { return round >= RedoList::kRounds; }
 
   CUTE_DEVICE Work next_work() {
-    const int num_rounds = schedule.num_rounds();
-    for (; round < num_rounds; ++round) {
+    for (; round < schedule.num_rounds; ++round) {
       if (redo && (is_late(round) || !smem.redo_list.holds(round))) continue;
       const WorkTile tile = schedule.tile(round, blockIdx.x);
       if (!tile.exists()) continue;
       const auto kv_tiles = mask.kv_tiles<Traits::kM, Traits::kN>(tile.m_tile * Traits::kM);
       return {round++, tile, kv_tiles.template masked_first<Traits::kN>()};
     }
-    return {round, {-1, 0, 0}, {}};
+    return {round, {-1, 0, 0}, {0, 0, 0, 0}};
   }
 
   CUTE_DEVICE RowTile row_tile(Work const& work) const {
     WorkTile const& tile = work.tile;
+    if (!tile.exists()) return RowTile::end(redo);
     const LogitTransform transform = LogitTransform::of(params, tile.head, tile.kv_head);
     const float v_scale = value_scale(params, tile.kv_head);
     KvTileOrder order = work.order;
@@ -91,17 +91,14 @@ struct Producer {
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
         redo || is_late(work.round) || is_special || !(fabsf(v_scale) >= 0x1p-80f);
-    const int num_general = is_careful ? order.count : max(order.num_masked, 1);
-    const int num_exact = min(Traits::num_exact(order), order.count);
-    return {work.round,
-            tile.head,
-            work.first_row(),
-            transform,
-            sink_logit(params, tile.head),
-            v_scale,
-            is_careful,
-            num_general,
-            max(num_exact, num_general),
+    // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
+    // more. The fewer keys, the more their maximum counts: short rows take no anchor but it.
+    constexpr int kShort = 640;
+    const int count = order.count;
+    const int num_general = is_careful ? count : max(order.num_masked, 1);
+    const int num_exact = count * Traits::kN <= kShort ? count : min(num_general + 1, count);
+    return {work.round, tile.head, work.first_row(), transform,   sink_logit(params, tile.head),
+            v_scale,    redo,      is_careful,       num_general, num_exact,
             order};
   }
 
@@ -124,50 +121,50 @@ struct Producer {
     ++num_rows;
   }
 
-  // All row tiles of a pass. Loads are in the order of use: V one KV tile behind K, across row
-  // tiles too, Q as early as there is a place for it.
-  CUTE_DEVICE void load(Work work) {
+  // All row tiles of a pass, and its end. Loads are in the order of use: V one KV tile behind K,
+  // across row tiles too. Consumers are told of their next rows, and Q is asked for, as early as
+  // there is a place for it: with one place when they need it, else a row tile ahead.
+  CUTE_DEVICE void load_all() {
+    constexpr int kAhead = 2;  // at this step consumers are through with the rows before
+    Work work = next_work();
     bool is_told = false;
-    while (work.tile.exists()) {
-      Work next;
-      bool has_next = false, next_is_told = false;
-      if (work.order.empty()) {
-        load_pending_v();  // consumers finish what they have before they write these rows
-        if (!is_told) tell(row_tile(work));
-      }
-      for (int step = 0; step < work.order.count; ++step) {
+    while (true) {
+      const int count = work.order.count;
+      Work next{};
+      bool next_is_told = false;
+      for (int step = 0; step == 0 || step < count; ++step) {
         const int tile = work.order.tile(step);
-        load_k(tile, work.tile.kv_head);
-        load_pending_v();
-        if (step == 0 && !is_told) tell(row_tile(work));
+        if (count > 0) load_k(tile, work.tile.kv_head);
+        load_pending_v();  // where there is no K to load, consumers finish what they have
+        bool tells = step == 0 && !is_told;
+        Work news = work;
+        if (Traits::kQStages > 1 && step == kAhead) {
+          news = next = next_work();
+          tells = next_is_told = true;
+        }
+        if (tells) tell(row_tile(news));
+        if (count == 0) break;
         v_tile = tile;
         v_head = work.tile.kv_head;
         v_is_pending = true;
         ++num_steps;
-        if (Traits::kQStages > 1 && step == 2) {  // consumers are through with the rows before
-          next = next_work();
-          has_next = true;
-          if (next.tile.exists()) {
-            tell(row_tile(next));
-            next_is_told = true;
-          }
-        }
       }
-      work = has_next ? next : next_work();
+      if (!work.tile.exists()) break;
+      if (!next_is_told) next = next_work();
+      work = next;
       is_told = next_is_told;
     }
-    load_pending_v();
-    tell(RowTile::end(redo));
   }
 
   CUTE_DEVICE void run() {
     // What the kernel before wrote is there after this wait.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    load(next_work());
-    if (!smem.redo_list.wait_any()) return;
-    redo = true;
-    round = 0;
-    load(next_work());
+    while (true) {
+      load_all();
+      if (redo || !smem.redo_list.wait_any()) break;
+      redo = true;
+      round = 0;
+    }
   }
 };
 

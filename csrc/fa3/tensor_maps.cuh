@@ -1,4 +1,4 @@
-// TMA descriptors of one call: how boxes of Q, K and V lie in global memory.
+// TMA descriptors of one call: how boxes of Q, K, V and the output lie in global memory.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +9,7 @@
 namespace prefill::fa3 {
 
 struct TensorMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, out;
 };
 
 // The driver's encoder, found through the runtime: the library does not link to libcuda.
@@ -27,7 +27,7 @@ inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)& encoder) {
 }
 
 // Boxes of `box_rows` rows by 64 columns (128 bytes) of one head, swizzled as WGMMA reads them.
-// What a box covers outside the tensor reads as zero.
+// What a box covers outside the tensor reads as zero, and is not written.
 inline cudaError_t encode(CUtensorMap& map, const TensorView& tensor, CUtensorMapDataType type,
                           int head_dim, int length, int num_heads, int box_rows) {
   decltype(&cuTensorMapEncodeTiled) encoder = nullptr;

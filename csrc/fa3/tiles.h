@@ -12,6 +12,7 @@ namespace prefill::fa3 {
 //   kKeepsQ             descriptors of Q stay in registers from step to step
 //   kHoldsWaits         the softmax of a step comes before the wait for the product it runs under;
 //                       ptxas by itself puts three quarters of it after the wait
+//   kStagesOutput       the output goes through shared memory and TMA, where there is room for it
 //   kTurnOverlap        instructions of a product still to come when the next consumer gets its
 //                       turn
 template <class Dims>
@@ -21,25 +22,25 @@ template <>
 struct Tile<HeadDims<64, 64>> {  // 24 KB of Q + 2 x 28 KB. 128 keys would spill
   static constexpr int kWarpgroups = 3, kN = 112, kStages = 2, kQStages = 1;
   static constexpr int kProducerRegisters = 32, kTurnOverlap = 0;
-  static constexpr bool kKeepsQ = true, kHoldsWaits = false;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = false, kStagesOutput = false;
 };
 template <>
-struct Tile<HeadDims<128, 128>> {  // 2 x 32 KB + 2 x 64 KB
+struct Tile<HeadDims<128, 128>> {  // 2 x 32 KB + 2 x 64 KB + 32 KB of output
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 2;
   static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
-  static constexpr bool kKeepsQ = true, kHoldsWaits = true;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = true;
 };
 template <>
 struct Tile<HeadDims<192, 128>> {  // 48 KB + 2 x 80 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 1;
   static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
-  static constexpr bool kKeepsQ = true, kHoldsWaits = true;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = false;
 };
 template <>
 struct Tile<HeadDims<256, 256>> {  // 64 KB + 2 x 80 KB; more keys need more than 227 KB
   static constexpr int kWarpgroups = 2, kN = 80, kStages = 2, kQStages = 1;
   static constexpr int kProducerRegisters = 24, kTurnOverlap = 2;
-  static constexpr bool kKeepsQ = false, kHoldsWaits = true;
+  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = false;
 };
 
 }  // namespace prefill::fa3

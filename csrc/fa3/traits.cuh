@@ -29,6 +29,7 @@ struct Traits {
   static constexpr int kQStages = Tile<Dims>::kQStages;
   static constexpr bool kKeepsQ = Tile<Dims>::kKeepsQ;
   static constexpr bool kHoldsWaits = Tile<Dims>::kHoldsWaits;
+  static constexpr bool kStagesOutput = Tile<Dims>::kStagesOutput;
   static constexpr int kTurnOverlap = Tile<Dims>::kTurnOverlap;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one producer
 
@@ -67,6 +68,7 @@ struct Traits {
 
   struct ConsumerStorage {
     alignas(1024) T q[kQStages][kWarpgroupRows * Dims::kQk];
+    alignas(1024) T out[kStagesOutput ? kWarpgroupRows * Dims::kVo : 1];  // as TMA reads it
     RingBarriers<kQStages> q_ring;
     RowTile rows[kRowTiles];
     float held[kWarpgroupThreads];  // only ever written, by Consumer::hold
@@ -84,15 +86,6 @@ struct Traits {
 
   static constexpr int kRowsPerThread = 2;
   using Softmax = OnlineSoftmax<kRowsPerThread>;
-
-  // How many of a row tile's steps take part in the choice of the anchors. Weights relative to a
-  // maximum that is not the row's are rounded a little worse: docs/tuning.md, "Exact steps". Rows
-  // under a mask begin with the keys nearest to them, and with them the error is that of the rows
-  // with few keys: one more tile is enough.
-  CUTE_DEVICE static int num_exact(KvTileOrder const& order) {
-    if (order.num_masked > 0) return order.num_masked + 1;
-    return EXMODE == 0 ? 1 : min(6, max(3, 2 + order.count / 4));
-  }
 };
 
 }  // namespace prefill::fa3

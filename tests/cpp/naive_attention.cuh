@@ -26,6 +26,7 @@ class DeviceArray {
 
   void upload(const Value* values) {
     CHECK_CUDA(cudaMemcpy(data_, values, size_ * sizeof(Value), cudaMemcpyHostToDevice));
+    CHECK_CUDA(cudaDeviceSynchronize());  // a copy from pageable memory may return before its end
   }
 
   void download(Value* values) const {

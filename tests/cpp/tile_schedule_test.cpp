@@ -21,8 +21,9 @@ using prefill::test::Random;
 std::ostream& operator<<(std::ostream& stream, const TileSchedule& schedule) {
   return stream << schedule.sections.num_m_tiles << " row tiles, " << schedule.sections.num_heads
                 << " heads, " << schedule.sections.heads_per_section << " a section, "
-                << schedule.num_blocks << " blocks, " << schedule.lengths.num_paired << " pairs, "
-                << (schedule.late_rows_first ? "late" : "early") << " rows first";
+                << schedule.num_blocks << " blocks, " << schedule.num_pair_rounds
+                << " rounds of pairs, " << (schedule.late_rows_first ? "late" : "early")
+                << " rows first";
 }
 
 // Sections one after the other, row tiles in order within a section, heads one after the other
@@ -60,7 +61,7 @@ void check_all_once(const TileSchedule& schedule, int group) {
     for (int index = 0; index < schedule.num_tiles(); ++index) visit(schedule.tile(index));
   }
   for (int block = 0; block < schedule.num_blocks; ++block) {
-    for (int round = 0; round < schedule.num_rounds(); ++round) {
+    for (int round = 0; round < schedule.num_rounds; ++round) {
       const WorkTile work = schedule.tile(round, block);
       if (work.exists()) visit(work);
     }
@@ -73,15 +74,15 @@ void check_all_once(const TileSchedule& schedule, int group) {
 void check_balance(int num_m_tiles, int num_heads, int num_blocks) {
   const TileSchedule schedule =
       TileSchedule::of(num_m_tiles, num_heads, num_heads, 1, true, true, num_blocks);
-  const int pair_rounds = 2 * (schedule.lengths.num_paired / schedule.num_blocks);
+  const int pair_rounds = schedule.num_pair_rounds;
   int longest = 0, most = 0, least = INT_MAX, first_head = 0, last_head = 0;
   for (int block = 0; block < schedule.num_blocks; ++block) {
     int length = 0;
-    for (int round = 0; round < schedule.num_rounds(); ++round) {
+    for (int round = 0; round < schedule.num_rounds; ++round) {
       const WorkTile work = schedule.tile(round, block);
       if (work.exists()) length += work.m_tile + 1;
       if (work.exists() && round >= pair_rounds) longest = std::max(longest, work.m_tile + 1);
-      if (round < pair_rounds && round % 2 == 1 && num_m_tiles % 2 == 0) {
+      if (round < pair_rounds && round % 2 == 1) {
         CHECK_EQ(length, (round + 1) / 2 * (num_m_tiles + 1), schedule << ", block " << block);
       }
       if (round == 0 && block == 0) first_head = work.head;
@@ -90,9 +91,9 @@ void check_balance(int num_m_tiles, int num_heads, int num_blocks) {
     most = std::max(most, length);
     least = std::min(least, length);
   }
-  CHECK(most - least <= longest + pair_rounds, schedule << ": " << least << " to " << most);
+  CHECK(most - least <= longest, schedule << ": " << least << " to " << most);
   if (pair_rounds > 0) {  // few heads at a time
-    const int head_pairs = (num_m_tiles + 1) / 2;
+    const int head_pairs = num_m_tiles / 2;
     CHECK(last_head - first_head <= (num_blocks + head_pairs - 1) / head_pairs, schedule);
   }
 }
@@ -135,8 +136,8 @@ void check_made(const PrefillParams& params, int tile_m) {
   }
 }
 
-// With a block for each tile, no row tile comes after one with fewer KV tiles: of its section, where
-// there are several.
+// With a block for each tile, no row tile comes after one with fewer KV tiles: of its section,
+// where there are several.
 void check_longest_first(const PrefillParams& params) {
   constexpr int kTileM = 64, kTileN = 80;
   const TileSchedule schedule = TileSchedule::make(params, kTileM, 0);
