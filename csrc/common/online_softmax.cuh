@@ -130,9 +130,9 @@ struct OnlineSoftmax {
   // False where an anchored sum may have overflowed or lost bits, or be NaN, where the row is
   // steep, or where the mean weight of its keys is far above the anchor's: then few keys take all,
   // and the rounding of their weights shows. Weighted sums of V may overflow before it does.
-  CUTE_DEVICE bool anchor_held(int r, int kv_len) const {
+  CUTE_DEVICE bool anchor_held(int r, int num_keys) const {
     constexpr float kLargestMean = 256.f;
-    return row_sum[r] < kLargestMean * static_cast<float>(kv_len) &&
+    return row_sum[r] < kLargestMean * static_cast<float>(num_keys) &&
            !is_steep(rounded_logit(row_max[r]));
   }
 

@@ -95,11 +95,11 @@ struct LengthOrder {
     LengthOrder order{
         num_m_tiles, num_m_tiles * num_heads - 2 * num_paired, cutlass::FastDivmod(pairs), {}};
     int m_tile = num_m_tiles - 1, run = 0;
-    const auto add = [&](int num_m_tiles, int first_head) {
+    const auto add = [&](int count, int first_head) {
       const int heads = num_heads - first_head;
-      order.left[run++] = {num_m_tiles * heads, m_tile, first_head,
+      order.left[run++] = {count * heads, m_tile, first_head,
                            cutlass::FastDivmod(std::max(heads, 1))};
-      m_tile -= num_m_tiles;
+      m_tile -= count;
     };
     add(outer, partial + 1);
     add(inner, partial);
@@ -167,15 +167,15 @@ struct TileSchedule {
     // Of the rounds, so many are left unpaired that the last of them are short.
     constexpr int kUnpaired = 2;
     const bool is_paired = late_rows_first && pairs && num_blocks > 0;
-    const int num_pair_rounds =
+    const int pairs_a_block =
         is_paired ? std::max(num_m_tiles / 2 * num_heads / num_blocks - kUnpaired, 0) : 0;
-    const int num_paired = num_pair_rounds * num_blocks;
+    const int num_paired = pairs_a_block * num_blocks;
     const int num_left_rounds =
         num_blocks > 0 ? (num_tiles - 2 * num_paired + num_blocks - 1) / num_blocks : 1;
     return {late_rows_first,
             num_blocks,
-            2 * num_pair_rounds,
-            2 * num_pair_rounds + num_left_rounds,
+            2 * pairs_a_block,
+            2 * pairs_a_block + num_left_rounds,
             SectionOrder::of(num_m_tiles, num_heads, heads_per_section),
             LengthOrder::of(num_m_tiles, num_heads, num_paired),
             cutlass::FastDivmod(group)};

@@ -53,7 +53,7 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
 
   const auto coordinates =
       element_coordinates<Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>>(tiled_mma, threadIdx.x);
-  store_lse(params, softmax, false, coordinates, head, sink, first_row, [](int) { return false; });
+  store_lse(params, softmax, false, coordinates, head, sink, first_row);
 
   __syncthreads();
   store_rows<Traits>(smem, params, head, first_row);

@@ -32,10 +32,6 @@ struct RingBarriers {
     full[use % kStages].wait(use / kStages & 1);
     compiler_fence();
   }
-  // A look ahead, which takes the time that a wait has no other work for.
-  CUTLASS_DEVICE bool is_full(uint32_t use) const {
-    return full[use % kStages].test_wait(use / kStages & 1);
-  }
   CUTLASS_DEVICE void wait_empty(uint32_t use) {
     empty[use % kStages].wait(~use / kStages & 1);
     compiler_fence();

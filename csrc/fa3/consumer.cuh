@@ -117,70 +117,37 @@ struct Consumer {
 
   using RowNormaliser = Normaliser<Softmax::kRows>;
 
-  // Which of a thread's rows keep what is written: in a row tile that is done again, all but those
-  // that are NaN.
-  CUTE_DEVICE cute::array<bool, Softmax::kRows> kept_rows(RowTile const& rows) const {
-    const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
-        typename Traits::MmaPv{}, thread);
-    cute::array<bool, Softmax::kRows> kept;
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      const int row = min(rows.first_row + get<0>(coordinates(r, _0{})), params.qo_len - 1);
-      kept[r] = rows.is_redo && !isnan(static_cast<float>(static_cast<T const*>(
-                                    params.out.data)[rows.head * params.out.head_stride +
-                                                     row * params.out.token_stride]));
-    }
-    return kept;
-  }
-
   // For rows whose last product has been started: writes the LSE, and answers what to multiply the
-  // output by. That is NaN for rows in which weights have left their range.
+  // output by. That is NaN where weights have left their range.
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
     const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
         typename Traits::MmaPv{}, thread);
-    const auto kept = kept_rows(rows);
-    store_lse(params, softmax, rows.is_careful, coordinates, rows.head, rows.sink, rows.first_row,
-              [&](int r) { return kept[r]; });
+    store_lse(params, softmax, rows.is_careful, coordinates, rows.head, rows.sink, rows.first_row);
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
-        if (!softmax.anchor_held(r, params.kv_len)) softmax.row_sum[r] = NAN;
+        if (!softmax.anchor_held(r, rows.order.count * Traits::kN)) softmax.row_sum[r] = NAN;
       }
     }
     return {softmax, rows.is_careful, rows.sink, rows.value_scale};
   }
 
-  // Writes the output. Where weights turn out to have left their range, rows are NaN and the row
-  // tile is put on the redo list.
+  // Writes the output, or puts the row tile on the redo list where weights turn out to have left
+  // their range.
   template <class Acc>
   CUTE_DEVICE void write(RowTile const& rows, RowNormaliser const& normaliser, Acc& out) {
     Tensor out_rows = row_column_view(out);
     normaliser.apply(out_rows);
-    cute::array<bool, Softmax::kRows> failed;
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      failed[r] = !rows.is_careful && !row_is_finite(out_rows, r);
-    }
+    const bool failed = !rows.is_careful && !all_finite(out);
     if constexpr (Traits::kStagesOutput) {
       if (thread == 0) tma_store_wait<0>();  // until the rows before have left their place
     }
-    if (named_barrier_any(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads,
-                          failed[0] || failed[1])) {
+    if (named_barrier_any(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads, failed)) {
       if (thread == 0) smem.redo_list.add(rows.round);
-      CUTE_UNROLL
-      for (int r = 0; r < Softmax::kRows; ++r) {
-        const uint32_t quad = __ballot_sync(0xffffffffu, failed[r]) >> (thread % 32 & ~3) & 15;
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(out_rows); ++c) {
-          if (quad != 0) out_rows(r, c) = NAN;
-        }
-      }
+      return;
     }
-    if (!Traits::kStagesOutput || rows.is_redo) {
-      store_rows<T>(params.out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row,
-                    kept_rows(rows), out);
-    } else {
+    if constexpr (Traits::kStagesOutput) {
       stage_rows(own.out, thread, out);
       tma_store_fence();
       named_barrier_sync(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads);
@@ -191,6 +158,8 @@ struct Consumer {
         }
         tma_store_arrive();
       }
+    } else {
+      store_rows<T>(params.out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row, out);
     }
   }
 
@@ -331,14 +300,13 @@ struct Consumer {
       release(own.q_ring, num_rows - 1);
       if (rows().is_end()) {
         if (rows().round > 0) break;
-        if (thread == 0) {
-          if (Traits::kStagesOutput) wait_for_stores();
-          smem.redo_list.arrive();
-        }
+        if (thread == 0) smem.redo_list.arrive();
         if (!smem.redo_list.wait_any()) break;
       }
     }
     turn.finish();
+    if (Traits::kStagesOutput && thread == 0)
+      tma_store_wait<0>();  // shared memory goes with the block
   }
 };
 

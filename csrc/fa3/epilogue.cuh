@@ -1,4 +1,4 @@
-// Writes a warpgroup's finished rows, output and LSE, straight from registers.
+// Writes a warpgroup's finished rows, through shared memory and TMA or straight from registers.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
@@ -42,16 +42,12 @@ CUTE_DEVICE void stage_rows(T* boxes, int thread, Acc const& accumulators) {
   }
 }
 
-// Until what this thread had TMA store can be read from global memory.
-CUTE_DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 // Where shared memory has no place for it: straight from registers, from row `first_row` on. Two
 // neighbours of a quad hold 4 bytes each of chunks of 8 columns; they swap, so that each has 8
 // bytes of one chunk and a quad writes whole 32-byte sectors.
 template <class T, class Acc>
 CUTE_DEVICE void store_rows(TensorView const& out, int qo_len, int head_dim, int head,
-                            int first_row, cute::array<bool, 2> const& kept,
-                            Acc const& accumulators) {
+                            int first_row, Acc const& accumulators) {
   constexpr int kChunks = decltype(size(accumulators))::value / 4;  // in a row
   static_assert(kChunks % 2 == 0);
   const int thread = threadIdx.x % kWarpgroupThreads;
@@ -61,14 +57,14 @@ CUTE_DEVICE void store_rows(TensorView const& out, int qo_len, int head_dim, int
   T* destination = static_cast<T*>(out.data) + head * out.head_stride + column;
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const bool is_written = row + 8 * half < qo_len && !kept[half];
+    const bool in_range = row + 8 * half < qo_len;
     T* row_start = destination + (row + 8 * half) * out.token_stride;
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; chunk += 2) {
       const uint32_t even = rounded_pair<T>(accumulators, chunk, half);
       const uint32_t odd = rounded_pair<T>(accumulators, chunk + 1, half);
       const uint32_t received = __shfl_xor_sync(0xffffffffu, is_odd ? even : odd, 1);
-      if (is_written && chunk * 8 + column < head_dim) {
+      if (in_range && chunk * 8 + column < head_dim) {
         *reinterpret_cast<uint2*>(row_start + chunk * 8) =
             is_odd ? make_uint2(received, odd) : make_uint2(even, received);
       }
@@ -76,14 +72,14 @@ CUTE_DEVICE void store_rows(TensorView const& out, int qo_len, int head_dim, int
   }
 }
 
-// Whether no element of a row of a (rows, columns) view is inf or NaN, which times 0 is NaN.
-template <class Rows>
-CUTE_DEVICE bool row_is_finite(Rows const& rows, int r) {
+// Whether no element is inf or NaN, which times 0 is NaN.
+template <class Acc>
+CUTE_DEVICE bool all_finite(Acc const& accumulators) {
   constexpr int kChains = 4;  // independent ones, to hide latency
   float sums[kChains] = {};
   CUTE_UNROLL
-  for (int c = 0; c < size<1>(rows); ++c) {
-    sums[c % kChains] = fmaf(rows(r, c), 0.f, sums[c % kChains]);
+  for (int i = 0; i < size(accumulators); ++i) {
+    sums[i % kChains] = fmaf(accumulators(i), 0.f, sums[i % kChains]);
   }
   return sums[0] + sums[1] + (sums[2] + sums[3]) == 0.f;
 }

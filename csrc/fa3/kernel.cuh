@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.k));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.q));
     prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.v));
-    prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.out));
+    if constexpr (Traits::kStagesOutput) {
+      prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.out));
+    }
     constexpr int kConsumerWarps = Traits::kWarpgroups * 4;
     for (auto& consumer : smem.consumers) {
       consumer.q_ring.init(4);

@@ -41,7 +41,7 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   cudaError_t error = smem_limit.raise(kernel, kSmemBytes);
   if (error != cudaSuccess) return error;
 
-  TensorMaps maps;
+  TensorMaps maps{};
   error = encode_maps<Traits>(
       params,
       kDType == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

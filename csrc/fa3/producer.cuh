@@ -88,18 +88,17 @@ struct Producer {
     KvTileOrder order = work.order;
     const bool is_special = !transform.is_idle || params.mask_bits != nullptr;
     if (is_special) order.num_masked = order.count;  // where transforms and masks are applied
+    // The fewer keys, the more the weight of the largest counts, which is exact relative to itself.
+    const bool is_short = order.count * Traits::kN <= Traits::kShortRow;
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
-        redo || is_late(work.round) || is_special || !(fabsf(v_scale) >= 0x1p-80f);
+        is_short || redo || is_late(work.round) || is_special || !(fabsf(v_scale) >= 0x1p-80f);
     // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
-    // more. The fewer keys, the more their maximum counts: short rows take no anchor but it.
-    constexpr int kShort = 640;
-    const int count = order.count;
-    const int num_general = is_careful ? count : max(order.num_masked, 1);
-    const int num_exact = count * Traits::kN <= kShort ? count : min(num_general + 1, count);
-    return {work.round, tile.head, work.first_row(), transform,   sink_logit(params, tile.head),
-            v_scale,    redo,      is_careful,       num_general, num_exact,
-            order};
+    // more.
+    const int num_general = is_careful ? order.count : max(order.num_masked, 1);
+    const int num_exact = min(num_general + 1, order.count);
+    return {work.round, tile.head,  work.first_row(), transform, sink_logit(params, tile.head),
+            v_scale,    is_careful, num_general,      num_exact, order};
   }
 
   // Tells each consumer of its rows, and loads Q for them where they see any key.
@@ -123,9 +122,11 @@ struct Producer {
 
   // All row tiles of a pass, and its end. Loads are in the order of use: V one KV tile behind K,
   // across row tiles too. Consumers are told of their next rows, and Q is asked for, as early as
-  // there is a place for it: with one place when they need it, else a row tile ahead.
+  // there is a place for it: with one place when they need it, else in the course of the row tile
+  // before.
   CUTE_DEVICE void load_all() {
-    constexpr int kAhead = 2;  // at this step consumers are through with the rows before
+    // By then K of this row tile's first step is done with, and so are the rows before.
+    constexpr int kAhead = Traits::kStages;
     Work work = next_work();
     bool is_told = false;
     while (true) {

@@ -65,6 +65,11 @@ struct Traits {
   // The producer is at most two ahead of the row tile that a consumer works on, while the one
   // before is still to be written.
   static constexpr int kRowTiles = 4;
+  static_assert(kRowTiles >= kQStages + 2, "a row tile would be told over one that is in use");
+  static_assert((kRowTiles & (kRowTiles - 1)) == 0, "row tiles are counted in 32 bits");
+
+  // Rows of up to so many keys, in whole KV tiles, are done with care at once (csrc/fa3/README.md).
+  static constexpr int kShortRow = 640;
 
   struct ConsumerStorage {
     alignas(1024) T q[kQStages][kWarpgroupRows * Dims::kQk];

@@ -17,20 +17,19 @@ struct RowTile {
   LogitTransform transform;
   float sink;  // in base-2 units
   float value_scale;
-  bool is_redo;
-  bool is_careful;  // done again, or of a kind that only general steps can do
+  bool is_careful;  // short, done again, or of a kind that only general steps can do
   int num_general;  // steps that may need masks or care, and the first
   int num_exact;    // steps of the online softmax, these included; anchored ones follow
   KvTileOrder order;
 
   CUTE_DEVICE static RowTile end(int pass) {
-    return {pass, 0, 0, {}, 0.f, 0.f, true, true, 0, 0, {0, 0, -1, 0}};
+    return {pass, 0, 0, {}, 0.f, 0.f, true, 0, 0, {0, 0, -1, 0}};
   }
   CUTE_DEVICE bool is_end() const { return order.count < 0; }
 };
 
 // What consumers tell of row tiles in which weights have left their range: a bit for each round of
-// the schedule. Rows in which they have are NaN in the output until they are done again. Each
+// the schedule. Each
 // consumer arrives at `complete` once, after its last row tile.
 struct RedoList {
   static constexpr int kRounds = 4096;  // later rounds are exact at once
