@@ -146,7 +146,8 @@ CUTE_DEVICE void transform_scores(Scores& scores, Offsets const& offsets,
   }
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const int distance = key - band.position(row + get<0>(offsets(r, _0{})));
+    const int this_row = min(row + get<0>(offsets(r, _0{})), band.qo_len - 1);
+    const int distance = key - band.position(this_row);
     const float first_bias = transform.slope * static_cast<float>(distance);
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {

@@ -85,8 +85,9 @@ struct LogitTransform {
     LogitTransform transform{1.f, parts.factor * parts.multiplier, 0.f, 0.f, is_capped, false};
     if (is_capped) {
       // Infinities that finite factors do not have would make NaN of zero scores.
-      transform.gain = fminf(params.soft_cap * kLog2e, kMaxFloat);
-      transform.to_cap = scale / params.soft_cap;
+      const float cap = fminf(params.soft_cap, kMaxFloat / kLog2e);
+      transform.gain = cap * kLog2e;
+      transform.to_cap = scale / cap;
       if (fabsf(scale) <= kMaxFloat)
         transform.to_cap = clamp_magnitude(transform.to_cap, kMaxFloat);
     }

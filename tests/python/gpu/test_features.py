@@ -426,8 +426,8 @@ def test_every_pair(backend: str, number: int) -> None:
 
 
 def test_masks_past_2_to_the_31_bits(backend: str) -> None:
-    """46,400 rows of 46,400 keys: the last rows' bits lie beyond 2^31."""
-    length = 46_400
+    """46,600 rows of 46,600 keys: the last rows' bits lie beyond 2^31."""
+    length = 46_600
     if torch.cuda.mem_get_info()[0] < 8 << 30:
         pytest.skip("needs 8 GiB of device memory")
     assert (length - 200) * length > 1 << 31
