@@ -40,6 +40,9 @@ struct KvTileRange {
     return tile * kTileN < full_begin || (tile + 1) * kTileN > full_end;
   }
 
+  // The same KV tiles, each of which is to be masked.
+  PREFILL_HOST_DEVICE KvTileRange all_masked() const { return {begin, end, full_begin, 0}; }
+
   template <int kTileN>
   PREFILL_HOST_DEVICE KvTileOrder masked_first() const {
     if (empty()) return {0, 0, 0, 0};

@@ -22,10 +22,10 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const WorkTile work = schedule.tile(blockIdx.x);
   const int first_row = work.m_tile * Traits::kM;
   const BandMask mask = BandMask::of(params);
-  const KvTileRange tiles = mask.kv_tiles<Traits::kM, Traits::kN>(first_row);
   const LogitTransform transform = LogitTransform::of(params, work.head, work.kv_head);
-  const bool all_masked = !transform.is_idle || params.mask_bits != nullptr;
   if (threadIdx.x == 0) smem.transform = transform;
+  KvTileRange tiles = mask.kv_tiles<Traits::kM, Traits::kN>(first_row);
+  if (!transform.is_idle || params.mask_bits != nullptr) tiles = tiles.all_masked();
 
   const KvLoader<Traits> loader{
       HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
-  attend<Traits>(loader, params, mask, tiles, all_masked, first_row, softmax, out);
+  attend<Traits>(loader, params, mask, tiles, first_row, softmax, out);
   write_tile<Traits>(smem, params, work.head, first_row, sink_logit(params, work.head),
                      value_scale(params, work.kv_head), softmax, out);
 }

@@ -55,12 +55,11 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
 
 // Walks the KV tiles of one row tile from the last to the first, where causal masks put the tiles
 // that need masking, and accumulates P V and the softmax state. The caller has started the loads of
-// Q and of the last K, and put the transform into shared memory. `all_masked`: masks or a transform
-// concern every KV tile.
+// Q and of the last K, and put the transform into shared memory.
 template <class Traits, class Acc>
 CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& params,
-                        const BandMask& band, const KvTileRange& tiles, bool all_masked,
-                        int first_row, typename Traits::Softmax& softmax, Acc& out) {
+                        const BandMask& band, const KvTileRange& tiles, int first_row,
+                        typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
   auto copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, T>{}, tiled_mma);
@@ -70,7 +69,6 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& par
   Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
-  const auto origin = element_coordinates<TileShape>(tiled_mma, threadIdx.x)(_0{}, _0{});
   const auto offsets = element_offsets<TileShape>(tiled_mma);
 
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
@@ -86,7 +84,12 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& par
     if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
-    if (all_masked || tiles.template needs_mask<Traits::kN>(tile)) {
+    if (tiles.template needs_mask<Traits::kN>(tile)) {
+      // For all ptxas knows, new: so nothing that masks need is worked out once and kept
+      // throughout.
+      int thread = threadIdx.x;
+      asm volatile("" : "+r"(thread));
+      const auto origin = element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
       const int row = first_row + get<0>(origin), key = tile * Traits::kN + get<1>(origin);
       const LogitTransform& transform = loader.smem.transform;
       if (!transform.is_idle) transform_scores(rows, offsets, transform, band, row, key);
