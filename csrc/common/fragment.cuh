@@ -9,6 +9,7 @@
 #include "common/kernel_key.h"
 #include "common/logits.cuh"
 #include "common/mask.cuh"
+#include "common/mask_tiles.h"
 
 namespace prefill {
 
@@ -112,41 +113,59 @@ CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask con
   }
 }
 
-// Sets scores of keys that the mask does not show to -inf, but for those past kv_len. The threads
-// of a quad read the same words; told by one to the others they would cost fa3's d64 class a spill,
-// and so would reading all at once.
+// Sets scores that a custom mask's mixed KV tile does not show to -inf. `row` is that of the
+// thread's first element; the rows of accumulators are pairs 8 apart.
 template <class Scores, class Offsets>
-CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskBits const& bits, int row,
-                            int key) {
+CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskTiles const& mask, int row,
+                            int tile) {
   using namespace cute;
-  constexpr int kWords = (decltype(size<1>(scores))::value + 7) / 8;
-  const int lane = key % 8 / 2;
   CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    const int this_row = min(row + get<0>(offsets(r, _0{})), bits.qo_len - 1);
-    uint32_t shown = 0;
-    CUTE_NO_UNROLL
-    for (int word = 0; word < kWords; ++word) {
-      const uint32_t keys = bits.of_keys(this_row, key - 2 * lane + 32 * word);
-      shown |= quad_columns(keys, lane) << 8 * word;
-    }
-    keep_columns(scores, r, shown);
+  for (int r = 0; r < size<0>(scores); r += 2) {
+    const int block = (row + static_cast<int>(get<0>(offsets(r, _0{})))) / 16;
+    const MaskWords* words = mask.bits + (int64_t{block} * mask.num_kv_tiles + tile) * 32;
+    const MaskWords shown = words[threadIdx.x % 32];
+    keep_columns(scores, r, shown.rows[0]);
+    keep_columns(scores, r + 1, shown.rows[1]);
   }
 }
 
-// Applies a transform to scores; `offsets`, `row` and `key` as above.
+template <class Scores>
+CUTE_DEVICE void scale_scores(Scores& scores, float factor) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(scores); ++i) scores(i) *= factor;
+}
+
+// scores = tanh(scores * to_cap). Most are small: a polynomial costs a third of what is right
+// everywhere, which a warp turns to as a whole.
+template <class Scores>
+CUTE_DEVICE void cap_scores(Scores& scores, float to_cap) {
+  using namespace cute;
+  uint32_t bits = 0;
+  CUTE_UNROLL
+  for (int i = 0; i < size(scores); ++i) {
+    scores(i) *= 2.f * to_cap;
+    bits |= __float_as_uint(scores(i));
+  }
+  if (__any_sync(0xffffffffu, bits >> 30 & 1)) {  // one at least is 2 or more, or NaN
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_half(scores(i));
+  } else {
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_half_below_2(scores(i));
+  }
+}
+
+// Makes of scores what the softmax takes; `offsets`, `row` and `key` as above.
 template <class Scores, class Offsets>
 CUTE_DEVICE void transform_scores(Scores& scores, Offsets const& offsets,
                                   LogitTransform const& transform, BandMask const& band, int row,
                                   int key) {
   using namespace cute;
-  if (transform.is_capped) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = fast_tanh(scores(i) * transform.to_cap);
-  }
+  if (transform.is_capped) cap_scores(scores, transform.to_cap);
+  if (!transform.is_affine) return;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const int this_row = min(row + get<0>(offsets(r, _0{})), band.qo_len - 1);
+    const int this_row = min(row + static_cast<int>(get<0>(offsets(r, _0{}))), band.qo_len - 1);
     const int distance = key - band.position(this_row);
     const float first_bias = transform.slope * static_cast<float>(distance);
     CUTE_UNROLL

@@ -27,12 +27,13 @@ struct LogitScale {
   }
 };
 
-PREFILL_HOST_DEVICE float head_scale(const HeadScale& scale, int head) {
-  return scale.data == nullptr ? 1.f : scale.data[head * scale.stride];
+// What logits are multiplied by before anything else.
+PREFILL_HOST_DEVICE float logit_scale(const PrefillParams& params, int head, int kv_head) {
+  return params.sm_scale * params.scale_q.at(head, 1.f) * params.scale_k.at(kv_head, 1.f);
 }
 
 PREFILL_HOST_DEVICE float value_scale(const PrefillParams& params, int kv_head) {
-  return params.v_scale * head_scale(params.scale_v, kv_head);
+  return params.v_scale * params.scale_v.at(kv_head, 1.f);
 }
 
 // The nearer of x and +-bound to 0; NaN stays NaN.
@@ -57,45 +58,48 @@ PREFILL_HOST_DEVICE float alibi_rule(int head, int num_heads) {
 
 // A head's sink in base-2 units; -inf, which adds nothing to a sum of weights, where it has none.
 PREFILL_HOST_DEVICE float sink_logit(const PrefillParams& params, int head) {
-  if (params.sinks.data == nullptr) return -INFINITY;
-  return params.sinks.data[head * params.sinks.stride] * kLog2e;
+  return params.sinks.at(head, -INFINITY) * kLog2e;
 }
 
 // What the softmax takes of a pair of row and key, and how to scale it:
 //   logit * log2(e) = multiplier * (gain * y + slope * (key - position of the row))
-// where y is the score, or with a soft cap tanh(score * to_cap). Where all but the multiplier is
-// idle, scores go to the softmax as they are. Elsewhere the transform is applied before masks, so
-// that NaN and infinities of keys that are not seen vanish, to every KV tile.
+// where y is the score, or with a soft cap tanh(score * to_cap). It is applied before masks, so
+// that NaN and infinities of keys that are not seen vanish.
 struct LogitTransform {
   float multiplier;  // > 0
   float gain;
   float to_cap;
   float slope;
   bool is_capped;
-  bool is_idle;
+  bool is_affine;  // gain and slope do something
+
+  // Scores go to the softmax as they are.
+  PREFILL_HOST_DEVICE bool is_idle() const { return !is_capped && !is_affine; }
+
+  PREFILL_HOST_DEVICE static LogitTransform of_scale(float scale) {
+    const LogitScale parts = LogitScale::of(scale);
+    return {parts.multiplier, parts.factor, 0.f, 0.f, false, parts.factor != 1.f};
+  }
 
   PREFILL_HOST_DEVICE static LogitTransform of(const PrefillParams& params, int head, int kv_head) {
-    const float scale =
-        params.sm_scale * head_scale(params.scale_q, head) * head_scale(params.scale_k, kv_head);
-    const LogitScale parts = LogitScale::of(scale);
-    const bool is_capped = params.soft_cap > 0.f;
-    if (!is_capped && !params.has_alibi) {
-      return {parts.multiplier, parts.factor, 0.f, 0.f, false, parts.factor == 1.f};
-    }
-    LogitTransform transform{1.f, parts.factor * parts.multiplier, 0.f, 0.f, is_capped, false};
-    if (is_capped) {
+    const float scale = logit_scale(params, head, kv_head);
+    LogitTransform transform = of_scale(scale);
+    if (params.soft_cap > 0.f) {
       // Infinities that finite factors do not have would make NaN of zero scores.
       const float cap = fminf(params.soft_cap, kMaxFloat / kLog2e);
-      transform.gain = cap * kLog2e;
-      transform.to_cap = scale / cap;
-      if (fabsf(scale) <= kMaxFloat)
-        transform.to_cap = clamp_magnitude(transform.to_cap, kMaxFloat);
+      const float to_cap = scale / cap;
+      const float bounded = clamp_magnitude(to_cap, kMaxFloat / 2.f);
+      transform = {cap * kLog2e, 1.f,  fabsf(scale) <= kMaxFloat ? bounded : to_cap,
+                   0.f,          true, false};
     }
     if (params.has_alibi) {
       const float slope = params.alibi_slopes.data == nullptr
                               ? alibi_rule(head, params.num_qo_heads)
-                              : params.alibi_slopes.data[head * params.alibi_slopes.stride];
+                              : params.alibi_slopes.at(head, 0.f);
+      transform.gain *= transform.multiplier;
+      transform.multiplier = 1.f;
       transform.slope = slope * kLog2e;
+      transform.is_affine = true;
     }
     return transform;
   }
@@ -111,17 +115,25 @@ PREFILL_HOST_DEVICE float reciprocal(float x) {
 #endif
 }
 
-// tanh, relatively right to 2^-20: x N(x^2) / D(x^2), fitted to the least relative error up to
-// where tanh is 1 within that. One instruction of the special function unit, which is also what
+// tanh(x / 2), relatively right to 2^-20: x N(x^2) / D(x^2), fitted to the least relative error up
+// to where tanh is 1 within that. One instruction of the special function unit, which is also what
 // exp2 of the weights waits for, where exp(2x) and a reciprocal take two; and small logits under a
 // large cap stay exact.
-PREFILL_HOST_DEVICE float fast_tanh(float x) {
-  x = clamp_magnitude(x, 8.25f);
+PREFILL_HOST_DEVICE float tanh_half(float x) {
+  x = clamp_magnitude(0.5f * x, 8.25f);
   const float z = x * x;
   const float numerator = fmaf(fmaf(fmaf(1.1220753e-5f, z, 2.9323865e-3f), z, 0.12908623f), z, 1.f);
   const float denominator = fmaf(
       fmaf(fmaf(fmaf(2.3917963e-7f, z, 2.3599605e-4f), z, 2.3740168e-2f), z, 0.46241856f), z, 1.f);
   return x * numerator * reciprocal(denominator);
+}
+
+// The same for |x| < 2, relatively right to 2^-16.9 and more so the smaller x, without a division.
+PREFILL_HOST_DEVICE float tanh_half_below_2(float x) {
+  const float z = x * x;
+  const float quotient =
+      fmaf(fmaf(fmaf(1.806309e-5f, z, -3.5384725e-4f), z, 4.0850528e-3f), z, -4.163466e-2f);
+  return x * fmaf(quotient, z, 0.5f);
 }
 
 }  // namespace prefill

@@ -40,9 +40,6 @@ struct KvTileRange {
     return tile * kTileN < full_begin || (tile + 1) * kTileN > full_end;
   }
 
-  // The same KV tiles, each of which is to be masked.
-  PREFILL_HOST_DEVICE KvTileRange all_masked() const { return {begin, end, full_begin, 0}; }
-
   template <int kTileN>
   PREFILL_HOST_DEVICE KvTileOrder masked_first() const {
     if (empty()) return {0, 0, 0, 0};
@@ -87,29 +84,6 @@ struct BandMask {
     const int last = row + kTileM < qo_len ? row + kTileM - 1 : qo_len - 1;
     return {row_begin(row) / kTileN, (row_end(last) + kTileN - 1) / kTileN, row_begin(last),
             row_end(row)};
-  }
-};
-
-// A mask given by the caller, within the band: bit row * kv_len + key tells whether the row sees
-// the key, the lowest bit of a word first, without padding between rows.
-struct MaskBits {
-  const uint32_t* words;
-  int64_t num_words;
-  int qo_len;
-  int kv_len;
-
-  PREFILL_HOST_DEVICE static MaskBits of(const PrefillParams& params) {
-    return {params.mask_bits, params.mask_words, params.qo_len, params.kv_len};
-  }
-
-  // The bits of 32 keys from `key` on. Those of keys past kv_len mean nothing. No word after the
-  // last is read.
-  PREFILL_HOST_DEVICE uint32_t of_keys(int row, int key) const {
-    const int64_t first = int64_t{row} * kv_len + key;
-    const int64_t left = num_words - (first >> 5);
-    const uint32_t* from = words + (first >> 5);
-    const uint64_t low = left > 0 ? from[0] : 0, high = left > 1 ? from[1] : 0;
-    return static_cast<uint32_t>((high << 32 | low) >> (first & 31));
   }
 };
 

@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
+#include "common/mask_tiles.h"
+
 namespace prefill {
 
 // A [length, heads, head_dim] tensor. Strides count elements; the head_dim stride is 1.
@@ -12,16 +15,14 @@ struct TensorView {
   int64_t head_stride;
 };
 
-// One float per head; a null pointer means 1 for every head. A stride of 0 repeats one value.
-struct HeadScale {
+// One float per head; a stride of 0 repeats one value. A null pointer means that there is none.
+struct PerHead {
   const float* data;
   int64_t stride;
-};
 
-// One float per head, or a null pointer: none.
-struct HeadTerm {
-  const float* data;
-  int64_t stride;
+  PREFILL_HOST_DEVICE float at(int head, float otherwise) const {
+    return data == nullptr ? otherwise : data[head * stride];
+  }
 };
 
 struct PrefillParams {
@@ -45,21 +46,19 @@ struct PrefillParams {
   int window_left;
   int window_right;
 
-  // [mask_words = ceil(qo_len * kv_len / 32)], or null: bit row * kv_len + key, the lowest of a
-  // word first. Keys whose bit is 0 are not seen; bits past the end mean nothing.
-  const uint32_t* mask_bits;
-  int64_t mask_words;
+  // A custom mask within the band, laid out for the kernel's tiles; none: a null `mixed`.
+  MaskTiles mask;
 
-  HeadScale scale_q;  // [num_qo_heads]
-  HeadScale scale_k;  // [num_kv_heads]
-  HeadScale scale_v;  // [num_kv_heads]
-  float sm_scale;     // any float: zero and negative ones too
+  PerHead scale_q;  // [num_qo_heads]
+  PerHead scale_k;  // [num_kv_heads]
+  PerHead scale_v;  // [num_kv_heads]
+  float sm_scale;   // any float: zero and negative ones too
   float v_scale;
-  float soft_cap;         // logits become soft_cap * tanh(logit / soft_cap); 0: they do not
-  bool has_alibi;         // logits get slope * (j - pos(i)) added
-  HeadTerm alibi_slopes;  // [num_qo_heads]; none: slopes by the rule (logits.cuh)
-  HeadTerm sinks;         // [num_qo_heads]: a logit that joins the sum of weights, without a value
-  float lse_scale;        // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
+  float soft_cap;        // logits become soft_cap * tanh(logit / soft_cap); 0: they do not
+  bool has_alibi;        // logits get slope * (j - pos(i)) added
+  PerHead alibi_slopes;  // [num_qo_heads]; none: slopes by the rule (logits.cuh)
+  PerHead sinks;         // [num_qo_heads]: a logit that joins the sum of weights, without a value
+  float lse_scale;       // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
 };
 
 }  // namespace prefill

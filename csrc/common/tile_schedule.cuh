@@ -155,9 +155,10 @@ struct TileSchedule {
     const int group = params.num_qo_heads / params.num_kv_heads;
     // A bound on the left makes late row tiles as long as each other, and pairs not.
     const bool pairs = params.window_left >= params.kv_len - 1 && params.qo_len <= params.kv_len;
+    // Custom masks are likely to be causal ones with exceptions.
+    const bool is_causal = params.window_right < params.qo_len - 1 || params.mask.mixed != nullptr;
     return of((params.qo_len + tile_m - 1) / tile_m, params.num_qo_heads,
-              static_cast<int>(kv_heads) * group, group, params.window_right < params.qo_len - 1,
-              pairs, num_blocks);
+              static_cast<int>(kv_heads) * group, group, is_causal, pairs, num_blocks);
   }
 
   static TileSchedule of(int num_m_tiles, int num_heads, int heads_per_section, int group,

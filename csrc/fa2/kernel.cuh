@@ -23,24 +23,28 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const int first_row = work.m_tile * Traits::kM;
   const BandMask mask = BandMask::of(params);
   const LogitTransform transform = LogitTransform::of(params, work.head, work.kv_head);
-  if (threadIdx.x == 0) smem.transform = transform;
-  KvTileRange tiles = mask.kv_tiles<Traits::kM, Traits::kN>(first_row);
-  if (!transform.is_idle || params.mask_bits != nullptr) tiles = tiles.all_masked();
+  const KvTiles tiles = KvTiles::of<Traits::kM, Traits::kN>(params, mask, work.m_tile);
+  const int last = tiles.last();
+  if (threadIdx.x == 0) {
+    smem.k_rows = HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk);
+    smem.v_rows = HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo);
+    smem.tiles = tiles;
+    smem.transform = transform;
+  }
+  __syncthreads();
 
-  const KvLoader<Traits> loader{
-      HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
-      HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo), smem};
-  if (!tiles.empty()) {
+  const KvLoader<Traits> loader{smem};
+  if (last >= 0) {
     load_rows<Traits, Traits::kM, Traits::Dims::kQk>(
         HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row, smem.q);
-    loader.start_k(tiles.end - 1);
+    loader.start_k(last);
   }
 
   typename Traits::Softmax softmax(transform.multiplier);
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
-  attend<Traits>(loader, params, mask, tiles, first_row, softmax, out);
+  attend<Traits>(loader, params, mask, last, first_row, softmax, out);
   write_tile<Traits>(smem, params, work.head, first_row, sink_logit(params, work.head),
                      value_scale(params, work.kv_head), softmax, out);
 }

@@ -3,24 +3,9 @@
 
 #include <cute/arch/copy_sm80.hpp>
 
-#include "common/params.h"
 #include "fa2/traits.cuh"
 
 namespace prefill::fa2 {
-
-// One head of a tensor: rows of `head_dim` elements, `row_stride` apart.
-template <class T>
-struct HeadRows {
-  const T* data;
-  int64_t row_stride;
-  int num_rows;
-  int head_dim;
-
-  CUTE_DEVICE static HeadRows of(const TensorView& tensor, int head, int num_rows, int head_dim) {
-    return {static_cast<const T*>(tensor.data) + head * tensor.head_stride, tensor.token_stride,
-            num_rows, head_dim};
-  }
-};
 
 // Copies rows [first_row, first_row + kRows) to `tile`, laid out as Traits::SmemLayout<kRows,
 // kCols>. Eight threads read the 128 bytes of one row's 64 columns.
@@ -55,17 +40,15 @@ CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, T* tile) {
 // loads.
 template <class Traits>
 struct KvLoader {
-  using T = typename Traits::T;
-  HeadRows<T> k, v;
   typename Traits::SharedStorage& smem;
 
   CUTE_DEVICE void start_k(int tile) const {
-    load_rows<Traits, Traits::kN, Traits::Dims::kQk>(k, tile * Traits::kN, smem.k);
+    load_rows<Traits, Traits::kN, Traits::Dims::kQk>(smem.k_rows, tile * Traits::kN, smem.k);
     cp_async_fence();
   }
 
   CUTE_DEVICE void start_v(int tile) const {
-    load_rows<Traits, Traits::kN, Traits::Dims::kVo>(v, tile * Traits::kN, smem.v);
+    load_rows<Traits, Traits::kN, Traits::Dims::kVo>(smem.v_rows, tile * Traits::kN, smem.v);
     cp_async_fence();
   }
 

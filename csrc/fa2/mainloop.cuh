@@ -53,12 +53,12 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
   }
 }
 
-// Walks the KV tiles of one row tile from the last to the first, where causal masks put the tiles
-// that need masking, and accumulates P V and the softmax state. The caller has started the loads of
-// Q and of the last K, and put the transform into shared memory.
+// Accumulates P V and the softmax state over the KV tiles of one row tile, of which `last` is the
+// first to come. The caller has started the loads of Q and of that K, and put the KV tiles and the
+// transform into shared memory.
 template <class Traits, class Acc>
 CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& params,
-                        const BandMask& band, const KvTileRange& tiles, int first_row,
+                        const BandMask& band, int last, int first_row,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
@@ -68,13 +68,24 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& par
   Tensor q = make_tensor(make_smem_ptr(loader.smem.q), typename Traits::LayoutQ{});
   Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
+  const KvTiles& tiles = loader.smem.tiles;
+  const LogitTransform& transform = loader.smem.transform;
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
   const auto offsets = element_offsets<TileShape>(tiled_mma);
 
-  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+  // For all ptxas knows, new each time: so nothing that masks need is worked out once and kept
+  // throughout.
+  const auto origin = [&] {
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
+  };
+
+  for (int tile = last, next; tile >= 0; tile = next) {
     const auto start_next_k = [&] {  // V has landed, K is no longer read
+      next = tiles.before(tile);
       loader.wait();
-      if (tile > tiles.begin) loader.start_k(tile - 1);
+      if (next >= 0) loader.start_k(next);
     };
     Tensor scores = partition_fragment_C(tiled_mma, Shape<Int<Traits::kM>, Int<Traits::kN>>{});
     clear(scores);
@@ -84,17 +95,19 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& par
     if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
+    if (!transform.is_idle()) {
+      const auto at = origin();
+      transform_scores(rows, offsets, transform, band, first_row + get<0>(at),
+                       tile * Traits::kN + get<1>(at));
+    }
     if (tiles.template needs_mask<Traits::kN>(tile)) {
-      // For all ptxas knows, new: so nothing that masks need is worked out once and kept
-      // throughout.
-      int thread = threadIdx.x;
-      asm volatile("" : "+r"(thread));
-      const auto origin = element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
-      const int row = first_row + get<0>(origin), key = tile * Traits::kN + get<1>(origin);
-      const LogitTransform& transform = loader.smem.transform;
-      if (!transform.is_idle) transform_scores(rows, offsets, transform, band, row, key);
-      if (params.mask_bits != nullptr) apply_bits(rows, offsets, MaskBits::of(params), row, key);
-      apply_mask(rows, offsets, band, row, key);
+      const auto at = origin();
+      const int row = first_row + get<0>(at);
+      if (tiles.is_custom) {
+        apply_bits(rows, offsets, params.mask, row, tile);
+      } else {
+        apply_mask(rows, offsets, band, row, tile * Traits::kN + get<1>(at));
+      }
     }
     const auto factor = softmax.step(rows);
     Tensor out_rows = row_column_view(out);

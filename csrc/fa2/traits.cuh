@@ -9,6 +9,8 @@
 #include "common/fragment.cuh"
 #include "common/logits.cuh"
 #include "common/online_softmax.cuh"
+#include "fa2/head_rows.cuh"
+#include "fa2/kv_tiles.cuh"
 #include "fa2/tiles.h"
 
 namespace prefill::fa2 {
@@ -51,7 +53,10 @@ struct Traits {
     alignas(128) T q[kM * Dims::kQk];  // the output tile in the end
     alignas(128) T k[kN * Dims::kQk];
     alignas(128) T v[kN * Dims::kVo];
-    LogitTransform transform;  // in registers it would cost a spill
+    // What is used once a KV tile; in registers it would cost spills.
+    HeadRows<T> k_rows, v_rows;
+    KvTiles tiles;
+    LogitTransform transform;
   };
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);

@@ -83,36 +83,49 @@ struct Consumer {
 
   // What masks and transforms need to know of a thread's scores.
   struct Place {
-    int row, key;  // of the first
+    int row, column;  // of the first, within the call's rows and within the KV tile
     decltype(element_offsets<Shape<Int<kWarpgroupRows>, Int<Traits::kN>>>(
         typename Traits::MmaQk{})) offsets;
   };
-  CUTE_DEVICE Place place(int step) const {
+  CUTE_DEVICE Place place() const {
     using TileShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
     typename Traits::MmaQk mma;
     // For all ptxas knows, new: so nothing that masks need is worked out once and kept throughout.
     int this_thread = thread;
-    asm volatile("" : "+r"(this_thread));
+    if constexpr (Traits::kIsGeneral) asm volatile("" : "+r"(this_thread));
     const auto origin = element_coordinates<TileShape>(mma, this_thread)(_0{}, _0{});
-    return {rows().first_row + static_cast<int>(get<0>(origin)),
-            rows().order.tile(step) * Traits::kN + static_cast<int>(get<1>(origin)),
+    return {rows().first_row + static_cast<int>(get<0>(origin)), static_cast<int>(get<1>(origin)),
             element_offsets<TileShape>(mma)};
+  }
+
+  CUTE_DEVICE int kv_tile(int step) const {
+    if constexpr (Traits::kIsGeneral) return smem.kv_tiles[num_steps % (2 * Traits::kStages)];
+    return rows().order.tile(step);
+  }
+
+  // Makes of a step's scores what the softmax takes.
+  template <class Scores>
+  CUTE_DEVICE void transform(Scores& scores, int step) const {
+    if (rows().transform.is_idle()) return;
+    const LogitTransform transform = rows().transform;
+    const Place at = place();
+    transform_scores(scores, at.offsets, transform, mask, at.row,
+                     kv_tile(step) * Traits::kN + at.column);
   }
 
   template <class Scores>
   CUTE_DEVICE void mask_scores(Scores& scores, int step) const {
     if (step >= rows().order.num_masked) return;
-    const LogitTransform transform = rows().transform;
-    if (!transform.is_idle) {
-      const Place at = place(step);
-      transform_scores(scores, at.offsets, transform, mask, at.row, at.key);
+    if constexpr (!Traits::kIsGeneral) {
+      if (!rows().transform.is_idle()) scale_scores(scores, rows().transform.gain);
     }
-    if (params.mask_bits != nullptr) {
-      const Place at = place(step);
-      apply_bits(scores, at.offsets, MaskBits::of(params), at.row, at.key);
+    const Place at = place();
+    const int tile = kv_tile(step);
+    if (Traits::kIsGeneral && params.mask.mixed != nullptr) {
+      apply_bits(scores, at.offsets, params.mask, at.row, tile);
+    } else {
+      apply_mask(scores, at.offsets, mask, at.row, tile * Traits::kN + at.column);
     }
-    const Place at = place(step);
-    apply_mask(scores, at.offsets, mask, at.row, at.key);
   }
 
   using RowNormaliser = Normaliser<Softmax::kRows>;
@@ -121,16 +134,17 @@ struct Consumer {
   // output by. That is NaN where weights have left their range.
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
+    const float sink = Traits::kIsGeneral ? rows.sink : -INFINITY;
     const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
         typename Traits::MmaPv{}, thread);
-    store_lse(params, softmax, rows.is_careful, coordinates, rows.head, rows.sink, rows.first_row);
+    store_lse(params, softmax, rows.is_careful, coordinates, rows.head, sink, rows.first_row);
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
         if (!softmax.anchor_held(r, rows.order.count * Traits::kN)) softmax.row_sum[r] = NAN;
       }
     }
-    return {softmax, rows.is_careful, rows.sink, rows.value_scale};
+    return {softmax, rows.is_careful, sink, rows.value_scale};
   }
 
   // Writes the output, or puts the row tile on the redo list where weights turn out to have left
@@ -239,6 +253,7 @@ struct Consumer {
             num_general = rows().num_general;
           }
           finish_qk(scores, step + 1 == count);
+          if constexpr (Traits::kIsGeneral) transform(score_rows, step);
           mask_scores(score_rows, step);
           const auto growth = softmax.exact_step(score_rows, rows().is_careful);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
@@ -252,21 +267,29 @@ struct Consumer {
           ++num_steps;
         }
         // Exact steps: a running maximum. What it asks of the output is done under the next Q K.
-        auto growth = Softmax::no_growth();
-        for (int num_exact = rows().num_exact; step < num_exact; ++step) {
-          Tensor scores = new_scores();
-          Tensor score_rows = row_column_view(scores);
-          start_qk(scores);
+        const auto exact_steps = [&](auto with_care) {
+          auto growth = Softmax::no_growth();
+          for (int num_exact = rows().num_exact; step < num_exact; ++step) {
+            Tensor scores = new_scores();
+            Tensor score_rows = row_column_view(scores);
+            start_qk(scores);
+            scale_rows(out_rows, growth);
+            start_pv(true, step > 1);
+            finish_qk(scores, step + 1 == count);
+            if constexpr (Traits::kIsGeneral) transform(score_rows, step);
+            growth = softmax.exact_step(score_rows, with_care);
+            hold(softmax.row_sum[0] + softmax.row_sum[1]);
+            finish_pv(true);
+            convert_fragment<T>(scores, weights);
+            ++num_steps;
+          }
           scale_rows(out_rows, growth);
-          start_pv(true, step > 1);
-          finish_qk(scores, step + 1 == count);
-          growth = softmax.exact_step(score_rows, false);
-          hold(softmax.row_sum[0] + softmax.row_sum[1]);
-          finish_pv(true);
-          convert_fragment<T>(scores, weights);
-          ++num_steps;
+        };
+        if (rows().is_careful) {
+          exact_steps(true_type{});
+        } else {
+          exact_steps(false_type{});
         }
-        scale_rows(out_rows, growth);
         bool accumulate = step > 1;
         for (int left = count - step; left > 0; --left) {
           Tensor scores = new_scores();
@@ -275,6 +298,7 @@ struct Consumer {
           start_pv(true, accumulate);
           accumulate = true;
           finish_qk(scores, left == 1);
+          if constexpr (Traits::kIsGeneral) transform(score_rows, count - left);
           softmax.anchored_step(score_rows);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
           finish_pv(true);

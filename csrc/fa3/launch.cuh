@@ -12,7 +12,7 @@ namespace prefill::fa3 {
 
 template <DType kDType, class Dims>
 KernelInfo kernel_info() {
-  using Traits = Traits<kDType, Dims>;
+  using Traits = Traits<kDType, Dims, Scores::Plain>;
   return {Traits::kM, Traits::kN, Traits::kStages, Traits::kThreads,
           static_cast<int>(sizeof(typename Traits::SharedStorage))};
 }
@@ -32,9 +32,9 @@ cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, T
                 kWarpgroupRows);
 }
 
-template <DType kDType, class Dims>
+template <DType kDType, class Dims, Scores kScores>
 cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
-  using Traits = Traits<kDType, Dims>;
+  using Traits = Traits<kDType, Dims, kScores>;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedStorage);
   auto kernel = attention_kernel<Traits>;
   static SmemLimit smem_limit;
@@ -67,6 +67,14 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   config.attrs = &programmatic;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params, maps, schedule);
+}
+
+template <DType kDType, class Dims>
+cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
+  const bool is_general = params.mask.mixed != nullptr || params.soft_cap > 0.f ||
+                          params.has_alibi || params.sinks.data != nullptr;
+  return is_general ? launch<kDType, Dims, Scores::General>(params, stream)
+                    : launch<kDType, Dims, Scores::Plain>(params, stream);
 }
 
 }  // namespace prefill::fa3

@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/mask_walk.cuh"
 #include "fa3/tensor_maps.cuh"
 #include "fa3/traits.cuh"
 #include "fa3/work_list.cuh"
@@ -31,6 +32,7 @@ struct Producer {
     int round;
     WorkTile tile;
     KvTileOrder order;
+    KvTileWalk walk;  // instead of the order, under a custom mask
 
     CUTE_DEVICE int first_row() const { return tile.m_tile * Traits::kM; }
   };
@@ -50,6 +52,7 @@ struct Producer {
   CUTE_DEVICE void load_k(int tile, int kv_head) {
     const uint32_t stage = num_steps % Traits::kStages;
     smem.k_ring.wait_empty(num_steps);
+    if constexpr (Traits::kIsGeneral) smem.kv_tiles[num_steps % (2 * Traits::kStages)] = tile;
     load_tile<Traits, Traits::kN, Traits::Dims::kQk>(maps.k, smem.k[stage], smem.k_ring.full[stage],
                                                      TMA::CacheHintSm90::EVICT_LAST,
                                                      tile * Traits::kN, kv_head);
@@ -74,30 +77,56 @@ struct Producer {
       if (redo && (is_late(round) || !smem.redo_list.holds(round))) continue;
       const WorkTile tile = schedule.tile(round, blockIdx.x);
       if (!tile.exists()) continue;
-      const auto kv_tiles = mask.kv_tiles<Traits::kM, Traits::kN>(tile.m_tile * Traits::kM);
-      return {round++, tile, kv_tiles.template masked_first<Traits::kN>()};
+      Work work{round++, tile, {}, {}};
+      if (has_custom_mask()) {
+        const RowTileMask row_tile = RowTileMask::of(params.mask, tile.m_tile);
+        const int num_mixed = row_tile.count(row_tile.mixed);
+        work.order = {0, 0, num_mixed + row_tile.count(row_tile.full), num_mixed};
+        work.walk = KvTileWalk::of(row_tile);
+      } else {
+        const auto kv_tiles = mask.kv_tiles<Traits::kM, Traits::kN>(work.first_row());
+        work.order = kv_tiles.template masked_first<Traits::kN>();
+      }
+      return work;
     }
-    return {round, {-1, 0, 0}, {0, 0, 0, 0}};
+    return {round, {-1, 0, 0}, {0, 0, 0, 0}, {}};
+  }
+
+  CUTE_DEVICE bool has_custom_mask() const {
+    return Traits::kIsGeneral && params.mask.mixed != nullptr;
+  }
+
+  // Of the steps in turn.
+  CUTE_DEVICE int next_tile(Work& work, int step) const {
+    return has_custom_mask() ? work.walk.next() : work.order.tile(step);
   }
 
   CUTE_DEVICE RowTile row_tile(Work const& work) const {
     WorkTile const& tile = work.tile;
     if (!tile.exists()) return RowTile::end(redo);
-    const LogitTransform transform = LogitTransform::of(params, tile.head, tile.kv_head);
+    LogitTransform transform;
+    float sink = -INFINITY;
+    if constexpr (Traits::kIsGeneral) {
+      transform = LogitTransform::of(params, tile.head, tile.kv_head);
+      sink = sink_logit(params, tile.head);
+    } else {
+      transform = LogitTransform::of_scale(logit_scale(params, tile.head, tile.kv_head));
+    }
     const float v_scale = value_scale(params, tile.kv_head);
     KvTileOrder order = work.order;
-    const bool is_special = !transform.is_idle || params.mask_bits != nullptr;
-    if (is_special) order.num_masked = order.count;  // where transforms and masks are applied
+    // Plain kernels transform scores, for a scale that is not positive, where they mask them.
+    const bool all_masked = !Traits::kIsGeneral && !transform.is_idle();
+    if (all_masked) order.num_masked = order.count;
     // The fewer keys, the more the weight of the largest counts, which is exact relative to itself.
     const bool is_short = order.count * Traits::kN <= Traits::kShortRow;
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
-        is_short || redo || is_late(work.round) || is_special || !(fabsf(v_scale) >= 0x1p-80f);
+        is_short || redo || is_late(work.round) || all_masked || !(fabsf(v_scale) >= 0x1p-80f);
     // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
     // more.
-    const int num_general = is_careful ? order.count : max(order.num_masked, 1);
-    const int num_exact = min(num_general + 1, order.count);
-    return {work.round, tile.head,  work.first_row(), transform, sink_logit(params, tile.head),
+    const int num_general = max(order.num_masked, 1);
+    const int num_exact = is_careful ? order.count : min(num_general + 1, order.count);
+    return {work.round, tile.head,  work.first_row(), transform, sink,
             v_scale,    is_careful, num_general,      num_exact, order};
   }
 
@@ -134,7 +163,7 @@ struct Producer {
       Work next{};
       bool next_is_told = false;
       for (int step = 0; step == 0 || step < count; ++step) {
-        const int tile = work.order.tile(step);
+        const int tile = count > 0 ? next_tile(work, step) : 0;
         if (count > 0) load_k(tile, work.tile.kv_head);
         load_pending_v();  // where there is no K to load, consumers finish what they have
         bool tells = step == 0 && !is_told;

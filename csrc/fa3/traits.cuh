@@ -18,10 +18,15 @@ using namespace cute;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;
 
-template <DType kDType, class Dims_>
+// What calls ask of scores on their way to the softmax: nothing but a scale and a band, or
+// anything.
+enum class Scores { Plain, General };
+
+template <DType kDType, class Dims_, Scores kScores>
 struct Traits {
   using Dims = Dims_;
   using T = Element<kDType>;
+  static constexpr bool kIsGeneral = kScores == Scores::General;
   static constexpr int kWarpgroups = Tile<Dims>::kWarpgroups;
   static constexpr int kM = kWarpgroups * kWarpgroupRows;
   static constexpr int kN = Tile<Dims>::kN;
@@ -85,6 +90,7 @@ struct Traits {
     alignas(1024) T v[kStages][kN * Dims::kVo];
     RingBarriers<kStages> k_ring;
     RingBarriers<kStages> v_ring;
+    int kv_tiles[2 * kStages];  // those in k, until the step after them has its K
     RedoList redo_list;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "shared memory of a Hopper SM");

@@ -17,8 +17,8 @@ struct RowTile {
   LogitTransform transform;
   float sink;  // in base-2 units
   float value_scale;
-  bool is_careful;  // short, done again, or of a kind that only general steps can do
-  int num_general;  // steps that may need masks or care, and the first
+  bool is_careful;  // short, or done again: no anchors
+  int num_general;  // steps that need masks, and the first
   int num_exact;    // steps of the online softmax, these included; anchored ones follow
   KvTileOrder order;
 

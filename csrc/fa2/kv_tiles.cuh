@@ -1,0 +1,40 @@
+// Which KV tiles a row tile takes, and in which order.
+#pragma once
+
+#include "common/mask.cuh"
+#include "common/mask_walk.cuh"
+#include "common/params.h"
+
+namespace prefill::fa2 {
+
+// The KV tiles of one row tile, from the last to the first: under causal bounds, those that need
+// masking come first.
+struct KvTiles {
+  KvTileRange band;
+  RowTileMask mask;  // instead, under a custom mask
+  bool is_custom;
+
+  template <int kM, int kN>
+  PREFILL_HOST_DEVICE static KvTiles of(const PrefillParams& params, const BandMask& band,
+                                        int m_tile) {
+    const bool is_custom = params.mask.mixed != nullptr;
+    return {band.kv_tiles<kM, kN>(m_tile * kM),
+            is_custom ? RowTileMask::of(params.mask, m_tile) : RowTileMask{}, is_custom};
+  }
+
+  template <int kN>
+  PREFILL_HOST_DEVICE bool needs_mask(int tile) const {
+    return is_custom ? mask.is_mixed(tile) : band.needs_mask<kN>(tile);
+  }
+
+  // -1: there is none.
+  PREFILL_HOST_DEVICE int before(int tile) const {
+    if (is_custom) return mask.last_before(tile);
+    return tile > band.begin ? tile - 1 : -1;
+  }
+  PREFILL_HOST_DEVICE int last() const {
+    return is_custom ? mask.last_before(mask.num_words * 32) : before(band.end);
+  }
+};
+
+}  // namespace prefill::fa2
