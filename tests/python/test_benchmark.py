@@ -17,23 +17,27 @@ from torch.nn.attention import SDPBackend
 
 import prefill
 from fakes import pretend
+from prefill import backends
 from prefill.__main__ import main
-from prefill.bench import command, contenders, host, machine, report, timing
+from prefill.bench import command, contenders, host, machine, masks, report, timing
 from prefill.bench.cases import (
     FULL_AND_CAUSAL,
     GRIDS,
     Case,
     Grid,
     Heads,
+    Inputs,
     Length,
     Variant,
     expand,
+    masked,
     parse_lengths,
+    random_sinks,
     select,
     square,
-    visible_pairs,
 )
 from prefill.bench.check import Checker
+from prefill.bench.masks import visible_pairs
 from prefill.bench.timing import Prepared, Samples
 
 CPU = torch.device("cpu")
@@ -94,6 +98,96 @@ def test_append_grid() -> None:
     assert cases[-1].name == "d128 q2k kv128k causal"
 
 
+FEATURES = expand(GRIDS["features"])
+MASKS = {
+    "tril": masks.TRIL,
+    "padding": masks.PADDING,
+    "blocks": masks.BLOCK_DIAGONAL,
+    "random": masks.RANDOM,
+    "tree": masks.TREE,
+}
+
+
+def test_features_grid() -> None:
+    by_name = {case.name: case for case in FEATURES}
+    assert {
+        *("d128 16k causal", "d128 16k full", "d128 4k causal", "d128 16k sinks"),
+        *("d128 16k soft cap", "d128 4k soft cap", "d128 16k ALiBi", "d128 4k ALiBi"),
+        *("d128 16k RoPE", "d128 4k RoPE", "d128 16k window 1023", "d128 16k window 4095"),
+        *("d128 16k soft cap, window 1023", "d128 16k soft cap, ALiBi", "d128 16k mask tril"),
+        *("d128 16k mask tril, bool", "d128 16k mask padding", "d128 16k mask 8 blocks"),
+        *("d128 16k mask random", "d128 q64 kv8k mask tree", "d64 16k soft cap"),
+    } <= set(by_name)
+    few, many = by_name["d128 q4k kv16k window 1023"], by_name["d128 q4k kv32k window 1023"]
+    assert few.flop == many.flop  # each row sees its whole window
+    for case in FEATURES:
+        plain = by_name.get(case.baseline or "")
+        assert (plain is None) == (case.variant_name in ("causal", "full"))
+        if plain is not None:
+            assert plain.baseline is None
+            assert plain.unit == case.unit
+            assert FEATURES.index(plain) < FEATURES.index(case)
+            whole_mask = case.variant.arguments.keys() & {"custom_mask", "packed_custom_mask"}
+            assert whole_mask or plain.variant_name == "causal"
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_names_are_unique(grid: str) -> None:
+    names = [case.name for case in expand(GRIDS[grid])]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("lengths", [(96, 96), (50, 83), (8, 200), (7, 7)])
+def test_masks_keep_as_many_pairs_as_they_say(name: str, lengths: tuple[int, int]) -> None:
+    mask = MASKS[name].make(*lengths, CPU)
+    assert mask.shape == lengths
+    assert mask.dtype == torch.bool
+    tolerance = {"tril": lengths[0], "random": 5 * math.sqrt(mask.numel()) / 2}.get(name, 0)
+    assert abs(MASKS[name].pairs(*lengths) - int(mask.sum())) <= tolerance
+
+
+def test_what_the_masks_are() -> None:
+    assert torch.equal(masks.TRIL.make(40, 64, CPU), torch.ones(40, 64).tril(24).bool())
+    padded = masks.PADDING.make(3, 10, CPU)
+    assert padded.tolist() == [[True] * 7 + [False] * 3] * 3
+    blocks = masks.BLOCK_DIAGONAL.make(64, 64, CPU)
+    assert torch.equal(blocks, torch.block_diag(*[torch.ones(8, 8)] * 8).bool())
+    tree = masks.TREE.make(6, 9, CPU)
+    assert tree[:, :3].all()
+    seen = [[int(j) for j in row.nonzero()] for row in tree[:, 3:]]
+    assert seen == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5]]
+
+
+@pytest.mark.parametrize("window", [-1, 0, 30])
+@pytest.mark.parametrize("causal", [False, True])
+def test_visible_is_made_in_parts(
+    causal: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "_ROWS", 16)
+    position = torch.arange(50)[:, None] + 30
+    key = torch.arange(80)[None, :]
+    seen = ((key <= position) | (not causal)) & ((key >= position - window) | (window < 0))
+    assert torch.equal(masks.visible(50, 80, causal, window, CPU), seen)
+    packed = prefill.packbits(seen, bitorder="little")
+    assert torch.equal(masks.unpack(packed, 50, 80), seen)
+    slopes = torch.tensor([0.5, 2.0])
+    bias = torch.where(seen, slopes[:, None, None] * (key - position), -torch.inf)
+    assert torch.equal(masks.alibi_bias(slopes, seen, torch.float32)[0], bias)
+
+
+def test_masks_are_given_as_bits_or_bool() -> None:
+    mask = masks.TRIL.make(*SQUARE, CPU)
+    bits, plain = (masked(masks.TRIL, "causal", packed=packed) for packed in (True, False))
+    (packed,) = small(bits).arguments(CPU).items()
+    assert packed[0] == "packed_custom_mask"
+    assert torch.equal(packed[1], prefill.packbits(mask, bitorder="little"))
+    (given,) = small(plain).arguments(CPU).items()
+    assert given[0] == "custom_mask"
+    assert torch.equal(given[1], mask)
+    assert small(bits).flop == small(plain).flop == small(CAUSAL).flop
+
+
 def test_a_grid_of_another_kind_is_one_entry() -> None:
     grid = Grid(
         heads=(Heads(32, 4, 128, 128),),
@@ -105,7 +199,7 @@ def test_a_grid_of_another_kind_is_one_entry() -> None:
         dtype=torch.float8_e4m3fn,
         unit="us",
     )
-    cases = expand(grid)
+    cases = expand([grid])
     assert [case.name for case in cases] == [
         "float8_e4m3fn d128 q1 kv4k soft cap",
         "float8_e4m3fn d128 q512 kv128k soft cap",
@@ -129,6 +223,14 @@ def test_filters() -> None:
     assert all(case.variant_name == "causal" for case in chosen)
 
 
+def test_selected_cases_bring_what_they_are_compared_with() -> None:
+    names = [case.name for case in select(FEATURES, [16384], "d128 16k mask")]
+    assert names[:3] == ["d128 16k full", "d128 16k causal", "d128 16k mask tril"]
+    assert len(names) == 7
+    names = [case.name for case in select(FEATURES, [], "tree")]
+    assert names == ["d128 q64 kv8k full", "d128 q64 kv8k mask tree"]
+
+
 @pytest.mark.parametrize("text", ["", "4m", "k", "-1", "0", "4.5k"])
 def test_what_is_no_length(text: str) -> None:
     with pytest.raises(ValueError, match="length"):
@@ -140,7 +242,9 @@ def test_flop_count() -> None:
     assert case.flop == 2 * 1024 * 1024 * 32 * (192 + 128)
     causal = Case(case.heads, case.length, "causal", FULL_AND_CAUSAL["causal"], case.dtype)
     assert causal.flop == case.flop / 2
-    masked = Case(case.heads, case.length, "mask", Variant({}, share=0.25), case.dtype)
+    masked = Case(
+        case.heads, case.length, "mask", Variant({}, lambda qo, kv: qo * kv / 4), case.dtype
+    )
     assert masked.flop == case.flop / 4
     assert case.input_bytes == 2 * 1024 * (32 * 192 + 8 * (192 + 128))
 
@@ -184,6 +288,52 @@ def test_sdpa_computes_the_case(heads: Heads, kind: str) -> None:
     out, reason = contenders.attempt(sdpa, lambda: sdpa.prepare(case, inputs)())
     assert reason == ""
     assert Checker(case, inputs).problem(sdpa.as_nhd(out)) == ""
+
+
+@pytest.mark.parametrize("length", [SQUARE, Length(40, 200)])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(masked(mask, "full", packed=packed) for mask in MASKS.values() for packed in (0, 1)),
+        Variant({"causal": True, "window_left": 9}),
+        Variant({"window_left": 9}),
+        Variant({"causal": True, "pos_encoding_mode": "ALIBI"}),
+        Variant({"pos_encoding_mode": "ALIBI", "window_left": 20}),
+        Variant({**masked(masks.PADDING, "full").arguments, "window_left": 120}),
+        Variant({**masked(masks.PADDING, "full").arguments, "window_left": 120, "causal": True}),
+    ],
+)
+def test_sdpa_is_given_features_as_masks(variant: Variant, length: Length) -> None:
+    case = small(variant, length)
+    arguments = case.arguments(CPU)
+    sets = [case.inputs(CPU, arguments, seed) for seed in range(2)]
+    sdpa = contenders.Sdpa("math", SDPBackend.MATH)
+    for inputs in sets:
+        out, reason = contenders.attempt(sdpa, lambda x=inputs: sdpa.prepare(case, x)())
+        assert reason == ""
+        assert Checker(case, inputs).problem(sdpa.as_nhd(out)) == ""
+    assert sdpa._mask(case, sets[0]) is sdpa._mask(case, sets[1])
+    other = small(CAUSAL, length)
+    inputs = other.inputs(CPU, {"window_left": 0}, 0)
+    assert sdpa._mask(other, inputs) is not sdpa._mask(case, sets[0])
+
+
+def test_sdpa_says_which_features_it_lacks() -> None:
+    sdpa = contenders.Sdpa("math", SDPBackend.MATH)
+    reasons = {
+        "d128 16k soft cap": "SDPA has no logits_soft_cap",
+        "d128 16k sinks": "SDPA has no sinks",
+        "d128 16k RoPE": "SDPA has no ROPE_LLAMA",
+        "d128 16k soft cap, ALiBi": "SDPA has no logits_soft_cap",
+        "d128 16k ALiBi": "SDPA's bias for ALiBi would take 17.2 GB",
+    }
+    for name, text in reasons.items():
+        case = next(case for case in FEATURES if case.name == name)
+        empty = torch.empty(1, 1, 1)
+        inputs = Inputs(empty, empty, empty, case.arguments(CPU))
+        out, reason = contenders.attempt(sdpa, lambda c=case, i=inputs: sdpa.prepare(c, i))
+        assert out is None
+        assert text in reason
 
 
 def test_sdpa_refuses_what_it_would_compute_otherwise() -> None:
@@ -237,9 +387,11 @@ def reference(case: Case, inputs: Any) -> torch.Tensor:
         Variant({"causal": True, "logits_soft_cap": 5.0, "pos_encoding_mode": "ROPE_LLAMA"}),
         Variant({"pos_encoding_mode": "ALIBI"}),
         Variant({"custom_mask": lambda case, _: torch.rand(case.length) < 0.5}),
+        masked(masks.RANDOM, "full"),
+        Variant({"causal": True, "sinks": random_sinks}),
     ],
 )
-@pytest.mark.parametrize("length", [Length(96, 96), Length(40, 96), Length(5, 96)])
+@pytest.mark.parametrize("length", [Length(96, 96), Length(40, 96), Length(5, 93)])
 def test_check_accepts_the_reference(variant: Variant, length: Length) -> None:
     case = small(variant, length)
     inputs = case.inputs(CPU, case.arguments(CPU), 0)
@@ -247,6 +399,22 @@ def test_check_accepts_the_reference(variant: Variant, length: Length) -> None:
     right = reference(case, inputs)
     assert checker.problem(right) == ""
     assert checker.problem(right.clone()) == ""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [case.variant for case in FEATURES if case.baseline and case.name.startswith("d128 16k")],
+)
+def test_check_finds_a_feature_that_is_left_out(variant: Variant) -> None:
+    causal = bool(variant.arguments.get("causal"))
+    arguments = dict(variant.arguments)
+    for name, less in (("window_left", 40), ("logits_soft_cap", 1.0)):  # to be felt at this size
+        if name in arguments:
+            arguments[name] = less
+    case = small(Variant(arguments), Length(200, 200))
+    inputs = case.inputs(CPU, case.arguments(CPU), 0)
+    plain = prefill.single_prefill_with_kv_cache(inputs.q, inputs.k, inputs.v, causal=causal)
+    assert "times the tolerance" in Checker(case, inputs).problem(plain)
 
 
 def test_check_finds_faults() -> None:
@@ -508,6 +676,57 @@ def test_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def feature_cases() -> list[dict[str, Any]]:
+    """Plain causal, and a soft cap that takes fa3 twice as long and fa2 as long."""
+    found = []
+    for name, times in (
+        ("d128 4k causal", {"fa3": 1e-3, "fa2": 2e-3, "cudnn": 1e-3}),
+        ("d128 4k soft cap", {"fa3": 2e-3, "fa2": 2e-3}),
+        ("d128 4k RoPE", {}),
+    ):
+        case = next(case for case in FEATURES if case.name == name)
+        samples = {who: {"burst": Samples([seconds])} for who, seconds in times.items()}
+        reasons = {who: f"{who} cannot" for who in ("fa3", "fa2", "cudnn") if who not in times}
+        found.append(report.case_result(case, 3, samples, reasons, {}))
+    return found
+
+
+def test_ratio_to_plain() -> None:
+    plain, capped, rope = cases = feature_cases()
+    assert capped["baseline"] == plain["name"]
+    assert plain["baseline"] is None
+    assert capped["arguments"] == {"causal": True, "logits_soft_cap": 30.0}
+    assert report.to_plain(capped, cases, "burst") == pytest.approx({"fa3": 0.5, "fa2": 1.0})
+    assert report.to_plain(plain, cases, "burst") == {}
+    assert report.to_plain(rope, cases, "burst") == {}
+    assert report.to_plain(capped, cases, "sustained") == {}
+    assert report.to_plain(capped, [capped], "burst") == {}
+    # As many FLOP per second over fewer pairs is no slower.
+    windowed = capped | {"results": {"fa3": {"burst": {"tflops": 700.0, "median": 1e-9}}}}
+    base = plain["results"]["fa3"]["burst"]["tflops"]
+    assert report.to_plain(windowed, cases, "burst") == pytest.approx({"fa3": 700.0 / base})
+
+
+def test_table_of_features() -> None:
+    cases = feature_cases()
+    lines = report.markdown_table(cases, ["fa3", "fa2", "cudnn"], "burst").splitlines()
+    assert lines == [
+        "| case | fa3 | fa2 | cudnn | ours/cudnn | fa2/flash | fa3/plain | fa2/plain |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| d128 4k causal | 137 | 69 | 137 | 1.00 | - | - | - |",
+        "| d128 4k soft cap | 69 | 69 | - | - | - | 0.50 | 1.00 |",
+        "| d128 4k RoPE | - | - | - | - | - | - | - |",
+        "| geometric mean |  |  |  | 1.000 | - | 0.500 | 1.000 |",
+    ]
+    text = report.result_table(cases, ["fa2", "cudnn"], "burst")
+    assert text.splitlines()[0].split()[-2:] == ["fa2/flash", "fa2/plain"]
+    assert report.remarks(cases) == [
+        "cudnn: refused: cudnn cannot (d128 4k soft cap, d128 4k RoPE)",
+        "fa3: refused: fa3 cannot (d128 4k RoPE)",
+        "fa2: refused: fa2 cannot (d128 4k RoPE)",
+    ]
+
+
 def test_remarks_and_progress() -> None:
     cases = [
         measured(name, refused={"flash": "no kernel"}) for name in ("d128 512 full", "d128 1k full")
@@ -531,6 +750,14 @@ def test_plot(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     report.plot(cases, ["fa3", "cudnn"], path, "title")
     assert path.stat().st_size > 0
+
+
+def test_plot_of_features(tmp_path: Path) -> None:
+    if report.require_matplotlib():
+        pytest.skip("needs matplotlib")
+    path = tmp_path / "plot.svg"
+    report.plot(feature_cases(), ["fa3", "fa2", "cudnn"], path, "title")
+    assert "d128 4k RoPE" in path.read_text()
 
 
 def test_smi_line() -> None:
@@ -633,6 +860,85 @@ def test_a_run(
     assert "burst, median TFLOP/s" in printed
     assert "sustained, median TFLOP/s" in printed
     assert "flash: refused: no kernel (d128 1k full, d128 1k causal)" in printed
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_run_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--quick", "--grid", "features", "--contenders", "fa3 cudnn"]
+    assert main(["bench", *arguments, "--match", "kv8k", "--json", os.fspath(path)]) == 0
+    capsys.readouterr()
+    arguments += ["--match", "4k soft cap", "--regime", "burst"]
+    assert main(["bench", *arguments, "--json", os.fspath(path)]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert [case["name"] for case in written["cases"]] == ["d128 4k causal", "d128 4k soft cap"]
+    assert written["cases"][1]["baseline"] == "d128 4k causal"
+    assert "fa3/plain" in printed
+
+    assert main(["bench", "--from-json", os.fspath(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Fake GPU" in shown
+    assert "| case | fa3 | cudnn | ours/cudnn | fa2/flash | fa3/plain |" in shown
+    assert "| d128 4k soft cap | " in shown
+    assert "| 1.00 |\n" in shown
+    assert "sustained" not in shown
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_tables_have_one_unit_each(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--grid", "features", "--regime", "burst", "--quick", "--contenders", "fa3"]
+    assert main(["bench", *arguments]) == 0
+    lengths, micro = capsys.readouterr().out.split("burst, median us of GPU time")
+    assert "burst, median TFLOP/s of GPU time" in lengths
+    assert "mask random" in lengths
+    assert "mask tree" in micro
+    assert "mask random" not in micro
+
+
+def test_a_case_that_nobody_can_run(
+    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ROPE_LLAMA, as long as the kernels refuse it: no figure, and the reason."""
+    rope = next(case.variant for case in FEATURES if case.name == "d128 4k RoPE")
+    chosen = [
+        Noted("fa3", fake_device),
+        Noted("fa2", fake_device),
+        contenders.Sdpa("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ]
+
+    class Without(backends.NativeBackend):
+        def unsupported_reasons(self, request: Any, device: Any) -> list[str]:
+            assert request.pos_encoding_mode == "ROPE_LLAMA"
+            return [f"{self.name} has no ROPE_LLAMA in this test"]
+
+    for name in ("fa3", "fa2"):
+        monkeypatch.setitem(backends.BY_NAME, name, Without(name))
+    case = small(rope)
+    prepared = timing.prepare(case, chosen, CPU, lambda: None)
+    assert prepared.runners == []
+    result = report.case_result(
+        case, prepared.sets, timing.measure([], ["burst"], timing.QUICK), prepared.refused, {}
+    )
+    told = report.remarks([result])
+    assert len(told) == 3
+    texts = ("fa3 has no ROPE_LLAMA", "fa2 has no ROPE_LLAMA", "SDPA has no ROPE_LLAMA")
+    for line, text in zip(told, texts, strict=True):
+        assert "refused" in line
+        assert text in line
+    assert report.markdown_table([result], ["fa3", "fa2", "cudnn"], "burst").endswith(
+        "| - | - | - | - | - | - | - |"
+    )
+
+
+def test_what_no_run_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "no.json"
+    assert main(["bench", "--from-json", os.fspath(path)]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    for text in ("{", "[]", "{}"):
+        path.write_text(text)
+        assert main(["bench", "--from-json", os.fspath(path)]) == 2
+        assert os.fspath(path) in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fake_gpu")

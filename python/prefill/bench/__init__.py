@@ -1,8 +1,8 @@
 """`python -m prefill bench`: this package's kernels beside torch's and FlashInfer's, in one run.
 
-`cases` says what is measured, `contenders` who runs it, `check` whether the results are right,
-`timing` how GPU time is taken, `host` what a call costs on the CPU, `machine` where it ran,
-`report` what is printed and written, `command` ties them together.
+`cases` says what is measured, `masks` which pairs its calls see, `contenders` who runs it, `check`
+whether the results are right, `timing` how GPU time is taken, `host` what a call costs on the CPU,
+`machine` where it ran, `report` what is printed and written, `command` ties them together.
 """
 
 from prefill.bench.command import add_arguments, run

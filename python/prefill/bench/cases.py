@@ -1,4 +1,4 @@
-"""What is measured: named grids of calls. A new grid is one entry of `GRIDS`."""
+"""What is measured: named grids of calls. A new one is one entry of `GRIDS`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from prefill.bench import masks
+from prefill.packing import packbits
 from prefill.request import FP8_DTYPES
 from prefill.support import dtype_name
 
@@ -36,15 +38,38 @@ class Variant:
     """Arguments of the public function beside q, k, v and out.
 
     A value may be a function `(case, device) -> Tensor`, which makes a mask or scales when the
-    inputs are made. `share` is the visible part of all pairs where `causal` and `window_left` do
-    not say it, as with a custom mask.
+    inputs are made. `pairs` counts the visible pairs of (qo_len, kv_len) where `causal` and
+    `window_left` do not say it, as with a custom mask. `baseline` names the plain variant of the
+    same grid whose speed this one's is compared with, contender by contender.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    share: float | None = None
+    pairs: Callable[[int, int], float] | None = None
+    baseline: str = ""
 
 
 FULL_AND_CAUSAL: Mapping[str, Variant] = {"full": Variant(), "causal": Variant({"causal": True})}
+
+
+def feature(**arguments: Any) -> Variant:
+    """A causal call with these arguments, beside the plain one."""
+    return Variant({"causal": True, **arguments}, baseline="causal")
+
+
+def masked(mask: masks.Mask, baseline: str, *, packed: bool = True) -> Variant:
+    """A call with a custom mask, given as bits or as bool."""
+
+    def make(case: Case, device: torch.device) -> Tensor:
+        made = mask.make(*case.length, device)
+        return packbits(made, bitorder="little") if packed else made
+
+    name = "packed_custom_mask" if packed else "custom_mask"
+    return Variant({name: make}, mask.pairs, baseline)
+
+
+def random_sinks(case: Case, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(case.heads.qo, generator=generator, device=device)
 
 
 @dataclass(frozen=True)
@@ -62,20 +87,89 @@ def square(*lengths: int) -> tuple[Length, ...]:
     return tuple(Length(length, length) for length in lengths)
 
 
-GRIDS: dict[str, Grid] = {
-    "core": Grid(
-        heads=(Heads(32, 8, 128, 128),),
-        lengths=square(512, 1024, 2048, 4096, 8192, 16384, 32768),
+D128 = Heads(32, 8, 128, 128)
+D64 = Heads(32, 8, 64, 64)
+SOFT_CAP = feature(logits_soft_cap=30.0)
+ALIBI = feature(pos_encoding_mode="ALIBI")
+ROPE = feature(pos_encoding_mode="ROPE_LLAMA")
+WINDOW = feature(window_left=1023)
+
+GRIDS: dict[str, tuple[Grid, ...]] = {
+    "core": (
+        Grid(
+            heads=(D128,),
+            lengths=square(512, 1024, 2048, 4096, 8192, 16384, 32768),
+        ),
     ),
-    "dims": Grid(
-        heads=(Heads(32, 8, 64, 64), Heads(16, 4, 256, 256), Heads(32, 32, 192, 128)),
-        lengths=square(2048, 8192, 16384),
+    "dims": (
+        Grid(
+            heads=(D64, Heads(16, 4, 256, 256), Heads(32, 32, 192, 128)),
+            lengths=square(2048, 8192, 16384),
+        ),
     ),
-    "append": Grid(
-        heads=(Heads(32, 4, 128, 128),),
-        lengths=tuple(Length(q, 1024 * kv) for q in (1, 16, 128, 512, 2048) for kv in (4, 32, 128)),
-        variants={"causal": Variant({"causal": True})},
-        unit="us",
+    "append": (
+        Grid(
+            heads=(Heads(32, 4, 128, 128),),
+            lengths=tuple(
+                Length(q, 1024 * kv) for q in (1, 16, 128, 512, 2048) for kv in (4, 32, 128)
+            ),
+            variants={"causal": Variant({"causal": True})},
+            unit="us",
+        ),
+    ),
+    "features": (
+        Grid(
+            heads=(D128,),
+            lengths=square(16384),
+            variants={
+                **FULL_AND_CAUSAL,
+                "soft cap": SOFT_CAP,
+                "ALiBi": ALIBI,
+                "RoPE": ROPE,
+                "sinks": feature(sinks=random_sinks),
+                "window 1023": WINDOW,
+                "window 4095": feature(window_left=4095),
+                "soft cap, window 1023": feature(logits_soft_cap=30.0, window_left=1023),
+                "soft cap, ALiBi": feature(logits_soft_cap=30.0, pos_encoding_mode="ALIBI"),
+                "mask tril": masked(masks.TRIL, "causal"),
+                "mask tril, bool": masked(masks.TRIL, "causal", packed=False),
+                "mask padding": masked(masks.PADDING, "full"),
+                "mask 8 blocks": masked(masks.BLOCK_DIAGONAL, "full"),
+                "mask random": masked(masks.RANDOM, "full"),
+            },
+        ),
+        Grid(
+            heads=(D128,),
+            lengths=square(4096),
+            variants={
+                "causal": Variant({"causal": True}),
+                "soft cap": SOFT_CAP,
+                "ALiBi": ALIBI,
+                "RoPE": ROPE,
+            },
+        ),
+        Grid(  # with a window, more keys must not take more time
+            heads=(D128,),
+            lengths=(Length(4096, 16384), Length(4096, 32768)),
+            variants={"causal": Variant({"causal": True}), "window 1023": WINDOW},
+        ),
+        Grid(
+            heads=(D64,),
+            lengths=square(16384),
+            variants={
+                "causal": Variant({"causal": True}),
+                "soft cap": SOFT_CAP,
+                "ALiBi": ALIBI,
+                "window 1023": WINDOW,
+                "mask tril": masked(masks.TRIL, "causal"),
+            },
+        ),
+        Grid(
+            heads=(D128,),
+            lengths=(Length(64, 8192),),
+            variants={"full": Variant(), "mask tree": masked(masks.TREE, "full")},
+            unit="us",
+        ),
     ),
 }
 
@@ -103,6 +197,14 @@ class Case:
 
     @property
     def name(self) -> str:
+        return self._named(self.variant_name)
+
+    @property
+    def baseline(self) -> str | None:
+        """Name of the plain case that this one is compared with."""
+        return self._named(self.variant.baseline) if self.variant.baseline else None
+
+    def _named(self, variant_name: str) -> str:
         dims = f"d{self.heads.dim_qk}"
         if self.heads.dim_vo != self.heads.dim_qk:
             dims += f"/{self.heads.dim_vo}"
@@ -110,7 +212,7 @@ class Case:
         if self.length.qo != self.length.kv:
             length = f"q{length_text(self.length.qo)} kv{length}"
         kind = "" if self.dtype == torch.bfloat16 else f"{dtype_name(self.dtype)} "
-        return f"{kind}{dims} {length} {self.variant_name}"
+        return f"{kind}{dims} {length} {variant_name}"
 
     @property
     def o_dtype(self) -> torch.dtype:
@@ -119,10 +221,10 @@ class Case:
     @property
     def pairs(self) -> float:
         """Visible pairs of row and key, as an area: causal over a square is half of it."""
-        if self.variant.share is not None:
-            return self.variant.share * self.length.qo * self.length.kv
+        if self.variant.pairs is not None:
+            return self.variant.pairs(*self.length)
         arguments = self.variant.arguments
-        return visible_pairs(
+        return masks.visible_pairs(
             *self.length, arguments.get("causal", False), arguments.get("window_left", -1)
         )
 
@@ -169,6 +271,10 @@ class Case:
 
     def describe(self) -> dict[str, Any]:
         """For the JSON."""
+        arguments = {
+            name: "a tensor" if callable(value) else value
+            for name, value in self.variant.arguments.items()
+        }
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),
@@ -179,27 +285,18 @@ class Case:
             "head_dim_qk": self.heads.dim_qk,
             "head_dim_vo": self.heads.dim_vo,
             "variant": self.variant_name,
+            "arguments": arguments,
+            "baseline": self.baseline,
             "flop": self.flop,
             "unit": self.unit,
         }
 
 
-def visible_pairs(qo_len: int, kv_len: int, causal: bool, window_left: int) -> float:
-    def triangle(side: int) -> float:
-        return max(side, 0) ** 2 / 2
-
-    offset = kv_len - qo_len
-    pairs = triangle(kv_len) - triangle(offset) if causal else float(qo_len * kv_len)
-    if window_left >= 0:
-        width = window_left + 1
-        pairs -= triangle(kv_len - width) - triangle(offset - width)
-    return pairs
-
-
-def expand(grid: Grid, dtype: torch.dtype | None = None) -> list[Case]:
-    """All cases of the grid, in the grid's dtype or another."""
+def expand(grids: Sequence[Grid], dtype: torch.dtype | None = None) -> list[Case]:
+    """All cases of the grids, in a grid's dtype or another."""
     return [
         Case(heads, length, name, variant, dtype or grid.dtype, grid.unit)
+        for grid in grids
         for heads in grid.heads
         for name, variant in grid.variants.items()
         for length in grid.lengths
@@ -207,12 +304,13 @@ def expand(grid: Grid, dtype: torch.dtype | None = None) -> list[Case]:
 
 
 def select(cases: Sequence[Case], lengths: Sequence[int], match: str) -> list[Case]:
-    """Those of the lengths, if any are given, whose name holds `match`."""
-    return [
-        case
+    """Those of the lengths, if any are given, whose name holds `match`, and their baselines."""
+    chosen = {
+        case.name: case.baseline
         for case in cases
         if (not lengths or case.length.kv in lengths) and match.lower() in case.name.lower()
-    ]
+    }
+    return [case for case in cases if case.name in chosen or case.name in chosen.values()]
 
 
 def length_text(length: int) -> str:

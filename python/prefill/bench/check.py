@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prefill.api import single_prefill_with_kv_cache
 from prefill.bench.cases import Case, Inputs
+from prefill.packing import unpack_mask_block
 from prefill.reference import Span
 
 ROWS = 16
@@ -57,7 +58,13 @@ class Checker:
         """Whether rows can be cut out anywhere; else only at the end, where pos(i) is the same."""
         arguments = self._inputs.arguments
         by_position = "window_left" in arguments or "pos_encoding_mode" in arguments
-        return bool(arguments.get("causal")) or not by_position
+        return self._causal or not by_position
+
+    @property
+    def _causal(self) -> bool:
+        arguments = self._inputs.arguments
+        given = "custom_mask" in arguments or "packed_custom_mask" in arguments
+        return bool(arguments.get("causal")) and not given
 
     def _fixed_rows(self) -> list[Span]:
         length = self._case.length.qo
@@ -70,11 +77,16 @@ class Checker:
     def _reference(self, rows: Span) -> Tensor:
         """Those rows of the truth: with their queries alone and, if causal, no key behind them."""
         x = self._inputs
-        arguments: dict[str, Any] = dict(x.arguments)
+        arguments: dict[str, Any] = {**x.arguments, "causal": self._causal}
         keys = self._case.length.kv
-        if arguments.get("causal"):
+        if self._causal:
             keys = max(0, keys - (self._case.length.qo - rows.stop))
-        if "custom_mask" in arguments:
+        if "packed_custom_mask" in arguments:
+            packed = arguments.pop("packed_custom_mask")
+            arguments["custom_mask"] = unpack_mask_block(
+                packed, rows, (0, keys), self._case.length.kv
+            )
+        elif "custom_mask" in arguments:
             arguments["custom_mask"] = arguments["custom_mask"][rows.as_slice, :keys]
         truth: Tensor = single_prefill_with_kv_cache(
             x.q[rows.as_slice],

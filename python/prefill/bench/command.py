@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", choices=GRIDS, help="the cases: core (the default) or another")
     parser.add_argument("--lengths", metavar="LIST", help="only these of the grid, such as 512,4k")
-    parser.add_argument("--match", default="", help="only cases whose name holds this text")
+    parser.add_argument(
+        "--match",
+        default="",
+        help="only cases whose name holds this text, and the plain ones they are compared with",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="instead of the grid's")
     parser.add_argument("--contenders", metavar="LIST", help="only these, such as fa3,cudnn")
     parser.add_argument(
@@ -36,17 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", action="store_true", help="host time of an eager call")
     parser.add_argument("--json", metavar="PATH", type=Path, help="write all figures")
     parser.add_argument("--plot", metavar="PATH", type=Path, help="draw them (needs matplotlib)")
+    parser.add_argument(
+        "--from-json",
+        metavar="PATH",
+        type=Path,
+        help="measure nothing: show, as Markdown, and plot what an earlier run wrote",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure what the options say. 0; 1 if a contender's result is wrong; 2 if nothing can run."""
+    if options.plot is not None and report.require_matplotlib():
+        return _refuse(report.require_matplotlib())
+    if options.from_json is not None:
+        return _show_written(options.from_json, options.plot)
     try:
         cases = _cases(options)
         contenders = _contenders(options)
     except ValueError as error:
         return _refuse(str(error))
-    if options.plot is not None and report.require_matplotlib():
-        return _refuse(report.require_matplotlib())
     if not torch.cuda.is_available():
         why = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
         return _refuse(f"it times kernels on a GPU, and torch sees no CUDA device{why}")
@@ -83,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         _write(results, began, options.json)  # should a later case die
     results["nvidia_smi"]["end"] = machine.nvidia_smi(device)
     _write(results, began, options.json)
-    _print_tables(results)
+    _print_tables(results, report.result_table)
     if options.plot is not None and cases:
         report.plot(results["cases"], list(contenders), options.plot, _headline(results))
     return 1 if report.any_wrong(results["cases"]) else 0
@@ -144,12 +156,29 @@ def _headline(results: dict[str, Any]) -> str:
     )
 
 
-def _print_tables(results: dict[str, Any]) -> None:
+def _show_written(path: Path, plot: Path | None) -> int:
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        return _refuse(f"cannot read {path}: {error}")
+    if not isinstance(results, dict) or results.get("format") != report.FORMAT:
+        return _refuse(f"{path} is not what --json of this version writes")
+    print(_headline(results))
+    _print_tables(results, report.markdown_table)
+    if plot is not None and results["cases"]:
+        report.plot(results["cases"], results["contenders"], plot, _headline(results))
+    return 1 if report.any_wrong(results["cases"]) else 0
+
+
+def _print_tables(results: dict[str, Any], table: Callable[..., str]) -> None:
     cases = results["cases"]
-    for regime in results["regimes"] if cases else ():
-        unit = cases[0]["unit"]
-        print(f"\n{regime}, median {unit} of GPU time (causal counted as half):")
-        print(report.result_table(cases, results["contenders"], regime))
+    units = dict.fromkeys(case["unit"] for case in cases)
+    for regime in results["regimes"]:
+        for unit in units:
+            shown = [case for case in cases if case["unit"] == unit]
+            print(f"\n{regime}, median {unit} of GPU time (visible pairs, causal as half):\n")
+            print(table(shown, results["contenders"], regime))
+    print()
     for line in report.remarks(cases):
         print(line)
     for moment, smi in results["nvidia_smi"].items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from prefill.api import single_prefill_with_kv_cache
 from prefill.bench.cases import Case, Inputs
+from prefill.bench.masks import alibi_bias, unpack, visible
+from prefill.rope import alibi_slopes
 
 Call = Callable[[], Tensor]
 
@@ -65,11 +67,16 @@ class Ours:
 
 
 class Sdpa:
-    """`scaled_dot_product_attention` on one of its backends, on views of the same tensors."""
+    """`scaled_dot_product_attention` on one of its backends, on views of the same tensors.
+
+    What it has no argument for but a mask can say, it gets as one: a window as bool, ALiBi as a
+    bias, which torch then reads beside k and v. The mask is made once for all input sets of a case.
+    """
 
     def __init__(self, name: str, backend: SDPBackend) -> None:
         self.name = name
         self._backend = backend
+        self._mask_of: tuple[Mapping[str, Any], Tensor] | None = None
 
     def context(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = sdpa_kernel(self._backend)
@@ -77,18 +84,19 @@ class Sdpa:
 
     def prepare(self, case: Case, inputs: Inputs) -> Call:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (inputs.q, inputs.k, inputs.v))
-        options: dict[str, Any] = {}
-        for name, value in inputs.arguments.items():
-            if name == "causal":
-                if value and case.length.qo not in (1, case.length.kv):
-                    raise NotImplementedError("SDPA aligns its causal mask to the first key")
-                options["is_causal"] = value and case.length.qo > 1
-            elif name == "custom_mask":
-                options["attn_mask"] = value
-            elif name == "sm_scale":
-                options["scale"] = value
-            else:
-                raise NotImplementedError(f"SDPA has no {name}")
+        arguments = inputs.arguments
+        unknown = [name for name in arguments if name not in SDPA_CAUSAL | SDPA_BY_MASK]
+        if arguments.get("pos_encoding_mode") == "ROPE_LLAMA":
+            unknown.append("ROPE_LLAMA")
+        if unknown:
+            raise NotImplementedError(f"SDPA has no {', '.join(unknown)}")
+        options: dict[str, Any] = {"scale": arguments.get("sm_scale")}
+        if not SDPA_BY_MASK.isdisjoint(arguments):
+            options["attn_mask"] = self._mask(case, inputs)
+        elif arguments.get("causal"):
+            if case.length.qo not in (1, case.length.kv):
+                raise NotImplementedError("SDPA aligns its causal mask to the first key")
+            options["is_causal"] = case.length.qo > 1
         if case.heads.qo != case.heads.kv:
             options["enable_gqa"] = True
 
@@ -99,6 +107,35 @@ class Sdpa:
 
     def as_nhd(self, out: Tensor) -> Tensor:
         return out[0].transpose(0, 1)
+
+    def _mask(self, case: Case, inputs: Inputs) -> Tensor:
+        if self._mask_of is None or self._mask_of[0] is not inputs.arguments:
+            self._mask_of = None  # the one before need not outlive the making of this one
+            self._mask_of = inputs.arguments, attn_mask(case, inputs)
+        return self._mask_of[1]
+
+
+SDPA_CAUSAL = frozenset({"causal", "sm_scale"})
+SDPA_BY_MASK = frozenset({"custom_mask", "packed_custom_mask", "window_left", "pos_encoding_mode"})
+MOST_BIAS_BYTES = 4_000_000_000
+
+
+def attn_mask(case: Case, inputs: Inputs) -> Tensor:
+    """What the arguments mean, as SDPA takes it: bool [qo_len, kv_len], or with ALiBi a bias."""
+    arguments, device = inputs.arguments, inputs.q.device
+    qo_len, kv_len = case.length
+    alibi = arguments.get("pos_encoding_mode") == "ALIBI"
+    size = case.heads.qo * qo_len * kv_len * case.dtype.itemsize
+    if alibi and size > MOST_BIAS_BYTES:
+        raise NotImplementedError(f"SDPA's bias for ALiBi would take {size / 1e9:.1f} GB")
+    mask: Tensor | None = arguments.get("custom_mask")
+    if "packed_custom_mask" in arguments:
+        mask = unpack(arguments["packed_custom_mask"], qo_len, kv_len)
+    causal = mask is None and arguments.get("causal", False)
+    if mask is None or "window_left" in arguments:
+        seen = visible(qo_len, kv_len, causal, arguments.get("window_left", -1), device)
+        mask = seen if mask is None else mask & seen
+    return alibi_bias(alibi_slopes(case.heads.qo, device), mask, case.dtype) if alibi else mask
 
 
 class FlashInfer:
@@ -136,8 +173,9 @@ def available() -> dict[str, Contender]:
     return {contender.name: contender for contender in contenders}
 
 
+OURS = ("fa3", "fa2")
 RATIOS: dict[str, tuple[tuple[str, ...], str]] = {
-    "ours/cudnn": (("fa3", "fa2"), "cudnn"),
+    "ours/cudnn": (OURS, "cudnn"),
     "fa2/flash": (("fa2",), "flash"),
 }
 """Speed of the first contender named that ran, over that of the second."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefill.bench.cases import Case, length_text
-from prefill.bench.contenders import RATIOS
+from prefill.bench.contenders import OURS, RATIOS
 from prefill.bench.timing import Samples, statistics
 from prefill.text import table
 
@@ -57,16 +57,53 @@ def ratios(results: Mapping[str, Any], regime: str) -> dict[str, float]:
     return found
 
 
+def to_plain(
+    case: Mapping[str, Any], cases: Sequence[Mapping[str, Any]], regime: str
+) -> dict[str, float]:
+    """Each contender's TFLOP/s over its own in the case's baseline, where it ran both."""
+    found = {}
+    for plain in cases:
+        if plain["name"] == case.get("baseline"):
+            for name, result in case["results"].items():
+                base = plain["results"].get(name, {})
+                if regime in result and regime in base:
+                    found[name] = result[regime]["tflops"] / base[regime]["tflops"]
+    return found
+
+
 def result_table(cases: Sequence[Mapping[str, Any]], names: Sequence[str], regime: str) -> str:
     """One line per case, one column per contender, then the ratios and their geometric means."""
-    rows = [_row(case, names, regime) for case in cases]
-    means = ["geometric mean", *[""] * len(names)]
-    for ratio in RATIOS:
-        found = [case["ratios"].get(regime, {}).get(ratio) for case in cases]
-        values = [value for value in found if value is not None]
-        means.append(f"{geometric_mean(values):.3f}" if values else "-")
-    headers = ["case", *names, *RATIOS]
-    return _aligned(headers, [*rows, means] if len(rows) > 1 else rows)
+    return _aligned(*_columns(cases, names, regime))
+
+
+def markdown_table(cases: Sequence[Mapping[str, Any]], names: Sequence[str], regime: str) -> str:
+    """The same for a document."""
+    headers, rows = _columns(cases, names, regime)
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _columns(
+    cases: Sequence[Mapping[str, Any]], names: Sequence[str], regime: str
+) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of the table; it has columns "/plain" where cases have baselines."""
+    compared = any(case.get("baseline") for case in cases)
+    plain = [name for name in OURS if compared and name in names]
+    rows, every = [], []
+    for case in cases:
+        own = to_plain(case, cases, regime)
+        found = case["ratios"].get(regime, {})
+        ratio_values = [*(found.get(r) for r in RATIOS), *(own.get(name) for name in plain)]
+        ratio_cells = ["-" if value is None else f"{value:.2f}" for value in ratio_values]
+        rows.append([case["name"], *(_cell(case, name, regime) for name in names), *ratio_cells])
+        every.append(ratio_values)
+    if len(rows) > 1:
+        means = []
+        for column in zip(*every, strict=True):
+            values = [value for value in column if value is not None]
+            means.append(f"{geometric_mean(values):.3f}" if values else "-")
+        rows.append(["geometric mean", *[""] * len(names), *means])
+    return ["case", *names, *RATIOS, *(f"{name}/plain" for name in plain)], rows
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -117,19 +154,32 @@ def require_matplotlib() -> str:
 
 
 def plot(cases: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path, title: str) -> None:
-    """A row of panels per regime: TFLOP/s over length for each kind of case."""
+    """A row of panels per regime: TFLOP/s over length for each kind of case.
+
+    Cases that have baselines are not a series of lengths: they are bars, in one panel per regime.
+    """
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
+    regimes = sorted({regime for case in cases for regime in case["ratios"]})
+    if not regimes:
+        return
+    figure = Figure(layout="constrained")
+    figure.suptitle(title)
+    if any(case.get("baseline") for case in cases):
+        _plot_bars(figure, cases, names, regimes)
+    else:
+        _plot_lengths(figure, cases, names, regimes)
+    figure.savefig(path)
+
+
+def _plot_lengths(
+    figure: Any, cases: Sequence[Mapping[str, Any]], names: Sequence[str], regimes: Sequence[str]
+) -> None:
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for case in cases:
         dims = f"d{case['head_dim_qk']}/{case['head_dim_vo']}"
         kinds.setdefault(f"{case['dtype']} {dims} {case['variant']}", []).append(case)
-    regimes = sorted({regime for case in cases for regime in case["ratios"]})
-    if not regimes:
-        return
-    size = (4.5 * len(kinds), 3.8 * len(regimes))
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title)
+    figure.set_size_inches(4.5 * len(kinds), 3.8 * len(regimes))
     panels = figure.subplots(len(regimes), len(kinds), squeeze=False, sharey=True)
     for line, regime in zip(panels, regimes, strict=True):
         for panel, (kind, members) in zip(line, kinds.items(), strict=True):
@@ -146,13 +196,25 @@ def plot(cases: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path, t
             panel.grid(alpha=0.3)
         line[0].set_ylabel("TFLOP/s")
         line[0].legend()
-    figure.savefig(path)
 
 
-def _row(case: Mapping[str, Any], names: Sequence[str], regime: str) -> list[str]:
-    found = case["ratios"].get(regime, {})
-    ratio_cells = [f"{found[ratio]:.2f}" if ratio in found else "-" for ratio in RATIOS]
-    return [case["name"], *(_cell(case, name, regime) for name in names), *ratio_cells]
+def _plot_bars(
+    figure: Any, cases: Sequence[Mapping[str, Any]], names: Sequence[str], regimes: Sequence[str]
+) -> None:
+    figure.set_size_inches(6.0 * len(regimes), 1.0 + 0.12 * len(cases) * (len(names) + 1))
+    panels = figure.subplots(1, len(regimes), squeeze=False, sharey=True)[0]
+    height = 1.0 / (len(names) + 1)
+    for panel, regime in zip(panels, regimes, strict=True):
+        for number, name in enumerate(names):
+            ran = [i for i, case in enumerate(cases) if regime in case["results"].get(name, {})]
+            speeds = [cases[i]["results"][name][regime]["tflops"] for i in ran]
+            panel.barh([i + number * height for i in ran], speeds, height, label=name)
+        panel.set_title(f"TFLOP/s of the visible pairs, {regime}")
+        panel.grid(axis="x", alpha=0.3)
+    middle = (len(names) - 1) / 2 * height
+    panels[0].set_yticks([i + middle for i in range(len(cases))], [case["name"] for case in cases])
+    panels[0].invert_yaxis()
+    panels[0].legend()
 
 
 def _cell(case: Mapping[str, Any], name: str, regime: str) -> str:

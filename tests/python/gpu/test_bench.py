@@ -23,6 +23,24 @@ def test_bench(backend: str, tmp_path: Path) -> None:
     assert written["software"]["kernels_sha256"] is not None
 
 
+def test_features(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    grid = ["--grid", "features", "--match", "mask tree", "--contenders", f"{backend},cudnn"]
+    assert main(["bench", "--quick", "--regime", "burst", *grid, "--json", str(path)]) == 0
+    plain, tree = json.loads(path.read_text())["cases"]
+    assert tree["baseline"] == plain["name"]
+    for case in (plain, tree):
+        assert 1 < case["results"][backend]["burst"]["tflops"] < 3000
+
+
+def test_what_kernels_lack_is_no_failure(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    grid = ["--grid", "features", "--match", "4k RoPE", "--contenders", backend]
+    assert main(["bench", "--quick", "--regime", "burst", *grid, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())["cases"][1]["results"][backend]
+    assert "burst" in result or "ROPE_LLAMA" in result["refused"]
+
+
 def test_host(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert main(["bench", "--host", "--contenders", backend, "--json", str(path)]) == 0
