@@ -80,36 +80,17 @@ struct BandMask {
     return end > 0 ? end : 0;
   }
 
-  // The KV tiles of rows [row, row + kTileM); rows from qo_len on do not count. None of the rows
+  // The KV tiles of rows [row, row + tile_m); rows from qo_len on do not count. None of the rows
   // sees a key only where the last one ends at key 0, and then the first one begins there too.
-  template <int kTileM, int kTileN>
-  PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row) const {
-    const int last = row + kTileM < qo_len ? row + kTileM - 1 : qo_len - 1;
-    return {row_begin(row) / kTileN, (row_end(last) + kTileN - 1) / kTileN, row_begin(last),
+  PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row, int tile_m, int tile_n) const {
+    const int last = row + tile_m < qo_len ? row + tile_m - 1 : qo_len - 1;
+    return {row_begin(row) / tile_n, (row_end(last) + tile_n - 1) / tile_n, row_begin(last),
             row_end(row)};
   }
-};
 
-// A mask given by the caller, within the band: bit row * kv_len + key tells whether the row sees
-// the key, the lowest bit of a word first, without padding between rows.
-struct MaskBits {
-  const uint32_t* words;
-  int64_t num_words;
-  int qo_len;
-  int kv_len;
-
-  PREFILL_HOST_DEVICE static MaskBits of(const PrefillParams& params) {
-    return {params.mask_bits, params.mask_words, params.qo_len, params.kv_len};
-  }
-
-  // The bits of 32 keys from `key` on. Those of keys past kv_len mean nothing. No word after the
-  // last is read.
-  PREFILL_HOST_DEVICE uint32_t of_keys(int row, int key) const {
-    const int64_t first = int64_t{row} * kv_len + key;
-    const int64_t left = num_words - (first >> 5);
-    const uint32_t* from = words + (first >> 5);
-    const uint64_t low = left > 0 ? from[0] : 0, high = left > 1 ? from[1] : 0;
-    return static_cast<uint32_t>((high << 32 | low) >> (first & 31));
+  template <int kTileM, int kTileN>
+  PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row) const {
+    return kv_tiles(row, kTileM, kTileN);
   }
 };
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
+
 namespace prefill {
 
 // A [length, heads, head_dim] tensor. Strides count elements; the head_dim stride is 1.
@@ -22,6 +24,30 @@ struct HeadScale {
 struct HeadTerm {
   const float* data;
   int64_t stride;
+};
+
+// Which columns of a KV tile a lane's two rows of a block of 16 see: rows lane / 4 and lane / 4
+// + 8. Bit c is the lane's c-th column as accumulators have them, key 8 (c / 2) + 2 (lane % 4) + c
+// % 2.
+struct alignas(8) MaskWords {
+  uint32_t rows[2];
+};
+
+// A custom mask as a kernel with row tiles of tile_m rows and KV tiles of tile_n keys takes it
+// (mask_tiles.h makes it so). The band is folded in: what is seen here needs no further mask. Null
+// pointers: there is no custom mask.
+struct MaskTiles {
+  // [num_row_tiles][num_words()]: bit t % 32 of word t / 32 tells of KV tile t. Mixed: some row
+  // sees some key, but not each of them all. Full: each row sees all tile_n keys. Neither: none
+  // sees any.
+  const uint32_t* mixed;
+  const uint32_t* full;
+  // [ceil(qo_len / 16)][num_kv_tiles][32 lanes], there only where the KV tile is mixed. Rows past
+  // the end are as the last one.
+  const MaskWords* bits;
+  int num_kv_tiles;
+
+  PREFILL_HOST_DEVICE int num_words() const { return (num_kv_tiles + 31) / 32; }
 };
 
 struct PrefillParams {
@@ -45,10 +71,7 @@ struct PrefillParams {
   int window_left;
   int window_right;
 
-  // [mask_words = ceil(qo_len * kv_len / 32)], or null: bit row * kv_len + key, the lowest of a
-  // word first. Keys whose bit is 0 are not seen; bits past the end mean nothing.
-  const uint32_t* mask_bits;
-  int64_t mask_words;
+  MaskTiles mask;  // for the tiles of the kernel that is called
 
   HeadScale scale_q;  // [num_qo_heads]
   HeadScale scale_k;  // [num_kv_heads]

@@ -2,6 +2,7 @@
 // and says what is wrong in its own words; what is checked here are this file's own assumptions.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
@@ -12,6 +13,7 @@
 #include <string>
 
 #include "common/kernel_table.h"
+#include "common/mask_tiles.h"
 #include "common/params.h"
 #include "common/torch_stream.h"
 
@@ -78,7 +80,7 @@ int window(int64_t given, int64_t widest) {
 PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                           const std::optional<Tensor>& lse, const std::optional<Tensor>& scale_q,
                           const std::optional<Tensor>& scale_k,
-                          const std::optional<Tensor>& scale_v, const std::optional<Tensor>& mask,
+                          const std::optional<Tensor>& scale_v,
                           const std::optional<Tensor>& alibi_slopes,
                           const std::optional<Tensor>& sinks, int64_t window_left,
                           int64_t window_right, bool alibi, double soft_cap, double sm_scale,
@@ -107,7 +109,7 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   };
   STD_TORCH_CHECK(!elsewhere(k) && !elsewhere(v) && !elsewhere(out) && !elsewhere(lse) &&
                       !elsewhere(scale_q) && !elsewhere(scale_k) && !elsewhere(scale_v) &&
-                      !elsewhere(mask) && !elsewhere(alibi_slopes) && !elsewhere(sinks),
+                      !elsewhere(alibi_slopes) && !elsewhere(sinks),
                   "all tensors are on one device");
   if (lse) {
     STD_TORCH_CHECK(lse->dim() == 2 && lse->size(0) == qo_len && lse->size(1) == num_qo_heads &&
@@ -116,14 +118,6 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
     params.lse = static_cast<float*>(lse->data_ptr());
     params.lse_token_stride = lse->stride(0);
     params.lse_head_stride = lse->stride(1);
-  }
-  if (mask) {
-    params.mask_words = (qo_len * kv_len + 31) / 32;
-    STD_TORCH_CHECK(mask->dim() == 1 && mask->scalar_type() == ScalarType::Byte &&
-                        mask->size(0) == 4 * params.mask_words && mask->is_contiguous() &&
-                        reinterpret_cast<uintptr_t>(mask->data_ptr()) % 4 == 0,
-                    "mask is an aligned uint8 [4 * ceil(qo_len * kv_len / 32)] tensor");
-    params.mask_bits = static_cast<const uint32_t*>(mask->data_ptr());
   }
   params.qo_len = static_cast<int>(qo_len);
   params.kv_len = static_cast<int>(kv_len);
@@ -146,15 +140,46 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   return params;
 }
 
+// A bool [qo_len, kv_len] mask, or a packed one.
+MaskSource mask_source(const Tensor& mask, const PrefillParams& params) {
+  const int64_t qo_len = params.qo_len, kv_len = params.kv_len;
+  const auto* data = static_cast<const uint8_t*>(mask.data_ptr());
+  if (mask.scalar_type() == ScalarType::Bool) {
+    STD_TORCH_CHECK(mask.dim() == 2 && mask.size(0) == qo_len && mask.size(1) == kv_len &&
+                        (kv_len == 1 || mask.stride(1) == 1),
+                    "a bool mask is [qo_len, kv_len], with dense rows");
+    return {MaskFormat::bools, data, mask.stride(0)};
+  }
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Byte && mask.dim() == 1 &&
+                      mask.size(0) == (qo_len * kv_len + 7) / 8 && mask.is_contiguous(),
+                  "a packed mask is a dense uint8 [ceil(qo_len * kv_len / 8)] tensor");
+  return {MaskFormat::bits, data, kv_len};
+}
+
+// Lays the mask out for a kernel's tiles. The memory of `params.mask` is the tensor's: its
+// allocator gives it to no other stream before what has been launched here is done.
+Tensor lay_out(const Tensor& mask, const KernelInfo& kernel, PrefillParams& params,
+               cudaStream_t stream) {
+  const MaskTileCounts counts =
+      MaskTileCounts::of(params.qo_len, params.kv_len, kernel.tile_m, kernel.tile_n);
+  Tensor workspace = torch::stable::new_empty(mask, {counts.workspace_bytes()}, ScalarType::Byte);
+  params.mask = counts.carve(workspace.data_ptr());
+  const cudaError_t error = lay_out_mask(mask_source(mask, params), params, kernel.tile_m,
+                                         kernel.tile_n, params.mask, stream);
+  STD_TORCH_CHECK(error == cudaSuccess, "the mask pass failed to launch: ", cudaGetErrorName(error),
+                  " (", cudaGetErrorString(error), ")");
+  return workspace;
+}
+
 void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
                std::optional<Tensor> lse, std::optional<Tensor> scale_q,
                std::optional<Tensor> scale_k, std::optional<Tensor> scale_v,
                std::optional<Tensor> mask, std::optional<Tensor> alibi_slopes,
                std::optional<Tensor> sinks, int64_t window_left, int64_t window_right, bool alibi,
                double soft_cap, double sm_scale, double v_scale, double lse_scale) {
-  const PrefillParams params =
-      make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, mask, alibi_slopes, sinks,
-                  window_left, window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
+  PrefillParams params =
+      make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, alibi_slopes, sinks, window_left,
+                  window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
   const KernelEntry* kernel =
       find_kernel(parse_backend(backend), dtype_of(q), params.head_dim_qk, params.head_dim_vo);
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
@@ -164,6 +189,11 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   const torch::stable::accelerator::DeviceGuard guard(device);
   cudaStream_t stream = nullptr;
   STD_TORCH_CHECK(current_stream(device, stream), "torch gave no CUDA stream");
+  std::optional<Tensor> mask_workspace;
+  if (mask) {
+    STD_TORCH_CHECK(mask->get_device() == device, "all tensors are on one device");
+    mask_workspace = lay_out(*mask, kernel->info(), params, stream);
+  }
   const cudaError_t error = kernel->launch(params, stream);
   STD_TORCH_CHECK(error == cudaSuccess, backend, " failed to launch: ", cudaGetErrorName(error),
                   " (", cudaGetErrorString(error), ")");
