@@ -11,6 +11,7 @@
 
 set(PREFILL_GENERATED_DIR ${PROJECT_BINARY_DIR}/generated)
 set(PREFILL_KERNEL_LIBRARIES "")
+set(PREFILL_BUILT_ARCHS "")
 set(PREFILL_KERNEL_ROWS "")
 set(PREFILL_ARCH_ROWS "")
 set(PREFILL_KNOWN_DTYPES "")
@@ -118,6 +119,9 @@ template cudaError_t launch<@types@>(const PrefillParams&, cudaStream_t);
     CUDA_ARCHITECTURES "${archs}"
     CUDA_COMPILER_LAUNCHER "${launcher}")
 
+  list(APPEND PREFILL_BUILT_ARCHS ${archs})
+  list(REMOVE_DUPLICATES PREFILL_BUILT_ARCHS)
+  set(PREFILL_BUILT_ARCHS ${PREFILL_BUILT_ARCHS} PARENT_SCOPE)
   list(LENGTH sources count)
   list(JOIN archs "\", \"" quoted_archs)
   message(STATUS "prefill: ${count} ${backend} kernels for ${archs}")

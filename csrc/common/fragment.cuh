@@ -9,7 +9,7 @@
 #include "common/kernel_key.h"
 #include "common/logits.cuh"
 #include "common/mask.cuh"
-#include "common/mask_tiles.h"
+#include "common/params.h"
 
 namespace prefill {
 

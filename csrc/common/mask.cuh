@@ -77,13 +77,17 @@ struct BandMask {
     return end > 0 ? end : 0;
   }
 
-  // The KV tiles of rows [row, row + kTileM); rows from qo_len on do not count. None of the rows
+  // The KV tiles of rows [row, row + tile_m); rows from qo_len on do not count. None of the rows
   // sees a key only where the last one ends at key 0, and then the first one begins there too.
+  PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row, int tile_m, int tile_n) const {
+    const int last = row + tile_m < qo_len ? row + tile_m - 1 : qo_len - 1;
+    return {row_begin(row) / tile_n, (row_end(last) + tile_n - 1) / tile_n, row_begin(last),
+            row_end(row)};
+  }
+
   template <int kTileM, int kTileN>
   PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row) const {
-    const int last = row + kTileM < qo_len ? row + kTileM - 1 : qo_len - 1;
-    return {row_begin(row) / kTileN, (row_end(last) + kTileN - 1) / kTileN, row_begin(last),
-            row_end(row)};
+    return kv_tiles(row, kTileM, kTileN);
   }
 };
 

@@ -3,7 +3,7 @@
 
 #include "common/host_device.h"
 #include "common/mask.cuh"
-#include "common/mask_tiles.h"
+#include "common/params.h"
 
 namespace prefill {
 

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "common/host_device.h"
-#include "common/mask_tiles.h"
 
 namespace prefill {
 
@@ -23,6 +22,30 @@ struct PerHead {
   PREFILL_HOST_DEVICE float at(int head, float otherwise) const {
     return data == nullptr ? otherwise : data[head * stride];
   }
+};
+
+// Which columns of a KV tile a lane's two rows of a block of 16 see: rows lane / 4 and lane / 4
+// + 8. Bit c is the lane's c-th column as accumulators have them, key 8 (c / 2) + 2 (lane % 4) + c
+// % 2.
+struct alignas(8) MaskWords {
+  uint32_t rows[2];
+};
+
+// A custom mask as a kernel with row tiles of tile_m rows and KV tiles of tile_n keys takes it
+// (mask_tiles.h makes it so). The band is folded in: what is seen here needs no further mask. Null
+// pointers: there is no custom mask.
+struct MaskTiles {
+  // [num_row_tiles][num_words()]: bit t % 32 of word t / 32 tells of KV tile t. Mixed: some row
+  // sees some key, but not each of them all. Full: each row sees all tile_n keys. Neither: none
+  // sees any.
+  const uint32_t* mixed;
+  const uint32_t* full;
+  // [ceil(qo_len / 16)][num_kv_tiles][32 lanes], there only where the KV tile is mixed. Rows past
+  // the end are as the last one.
+  const MaskWords* bits;
+  int num_kv_tiles;
+
+  PREFILL_HOST_DEVICE int num_words() const { return (num_kv_tiles + 31) / 32; }
 };
 
 struct PrefillParams {
@@ -46,8 +69,7 @@ struct PrefillParams {
   int window_left;
   int window_right;
 
-  // A custom mask within the band, laid out for the kernel's tiles; none: a null `mixed`.
-  MaskTiles mask;
+  MaskTiles mask;  // for the tiles of the kernel that is called
 
   PerHead scale_q;  // [num_qo_heads]
   PerHead scale_k;  // [num_kv_heads]

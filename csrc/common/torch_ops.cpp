@@ -2,6 +2,7 @@
 // and says what is wrong in its own words; what is checked here are this file's own assumptions.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
@@ -12,6 +13,7 @@
 #include <string>
 
 #include "common/kernel_table.h"
+#include "common/mask_tiles.h"
 #include "common/params.h"
 #include "common/torch_stream.h"
 
@@ -47,20 +49,12 @@ TensorView view(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
-HeadScale scale_view(const std::optional<Tensor>& scale, int num_heads) {
-  if (!scale) return {nullptr, 0};
-  STD_TORCH_CHECK(
-      scale->dim() == 1 && scale->size(0) == num_heads && scale->scalar_type() == ScalarType::Float,
-      "scales are float32 [num_heads] tensors");
-  return {static_cast<const float*>(scale->data_ptr()), scale->stride(0)};
-}
-
-HeadTerm term_view(const std::optional<Tensor>& term, int num_heads) {
-  if (!term) return {nullptr, 0};
-  STD_TORCH_CHECK(
-      term->dim() == 1 && term->size(0) == num_heads && term->scalar_type() == ScalarType::Float,
-      "ALiBi slopes and sinks are float32 [num_qo_heads] tensors");
-  return {static_cast<const float*>(term->data_ptr()), term->stride(0)};
+PerHead per_head(const std::optional<Tensor>& values, int num_heads) {
+  if (!values) return {nullptr, 0};
+  STD_TORCH_CHECK(values->dim() == 1 && values->size(0) == num_heads &&
+                      values->scalar_type() == ScalarType::Float,
+                  "scales, ALiBi slopes and sinks are float32 [num_heads] tensors");
+  return {static_cast<const float*>(values->data_ptr()), values->stride(0)};
 }
 
 // A soft cap as a float: one that is on stays on, and finite.
@@ -78,7 +72,7 @@ int window(int64_t given, int64_t widest) {
 PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                           const std::optional<Tensor>& lse, const std::optional<Tensor>& scale_q,
                           const std::optional<Tensor>& scale_k,
-                          const std::optional<Tensor>& scale_v, const std::optional<Tensor>& mask,
+                          const std::optional<Tensor>& scale_v,
                           const std::optional<Tensor>& alibi_slopes,
                           const std::optional<Tensor>& sinks, int64_t window_left,
                           int64_t window_right, bool alibi, double soft_cap, double sm_scale,
@@ -107,7 +101,7 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   };
   STD_TORCH_CHECK(!elsewhere(k) && !elsewhere(v) && !elsewhere(out) && !elsewhere(lse) &&
                       !elsewhere(scale_q) && !elsewhere(scale_k) && !elsewhere(scale_v) &&
-                      !elsewhere(mask) && !elsewhere(alibi_slopes) && !elsewhere(sinks),
+                      !elsewhere(alibi_slopes) && !elsewhere(sinks),
                   "all tensors are on one device");
   if (lse) {
     STD_TORCH_CHECK(lse->dim() == 2 && lse->size(0) == qo_len && lse->size(1) == num_qo_heads &&
@@ -117,14 +111,6 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
     params.lse_token_stride = lse->stride(0);
     params.lse_head_stride = lse->stride(1);
   }
-  if (mask) {
-    params.mask_words = (qo_len * kv_len + 31) / 32;
-    STD_TORCH_CHECK(mask->dim() == 1 && mask->scalar_type() == ScalarType::Byte &&
-                        mask->size(0) == 4 * params.mask_words && mask->is_contiguous() &&
-                        reinterpret_cast<uintptr_t>(mask->data_ptr()) % 4 == 0,
-                    "mask is an aligned uint8 [4 * ceil(qo_len * kv_len / 32)] tensor");
-    params.mask_bits = static_cast<const uint32_t*>(mask->data_ptr());
-  }
   params.qo_len = static_cast<int>(qo_len);
   params.kv_len = static_cast<int>(kv_len);
   params.num_qo_heads = static_cast<int>(num_qo_heads);
@@ -133,17 +119,48 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   params.head_dim_vo = static_cast<int>(v.size(2));
   params.window_left = window(window_left, qo_len + kv_len);
   params.window_right = window(window_right, qo_len + kv_len);
-  params.scale_q = scale_view(scale_q, params.num_qo_heads);
-  params.scale_k = scale_view(scale_k, params.num_kv_heads);
-  params.scale_v = scale_view(scale_v, params.num_kv_heads);
+  params.scale_q = per_head(scale_q, params.num_qo_heads);
+  params.scale_k = per_head(scale_k, params.num_kv_heads);
+  params.scale_v = per_head(scale_v, params.num_kv_heads);
   params.sm_scale = static_cast<float>(sm_scale);
   params.v_scale = static_cast<float>(v_scale);
   params.soft_cap = soft_cap_of(soft_cap);
   params.has_alibi = alibi;
-  params.alibi_slopes = term_view(alibi_slopes, params.num_qo_heads);
-  params.sinks = term_view(sinks, params.num_qo_heads);
+  params.alibi_slopes = per_head(alibi_slopes, params.num_qo_heads);
+  params.sinks = per_head(sinks, params.num_qo_heads);
   params.lse_scale = static_cast<float>(lse_scale);
   return params;
+}
+
+// A bool [qo_len, kv_len] mask, or a packed one.
+MaskSource mask_source(const Tensor& mask, const PrefillParams& params) {
+  const int64_t qo_len = params.qo_len, kv_len = params.kv_len;
+  const auto* data = static_cast<const uint8_t*>(mask.data_ptr());
+  if (mask.scalar_type() == ScalarType::Bool) {
+    STD_TORCH_CHECK(mask.dim() == 2 && mask.size(0) == qo_len && mask.size(1) == kv_len &&
+                        (kv_len == 1 || mask.stride(1) == 1),
+                    "a bool mask is [qo_len, kv_len], with dense rows");
+    return {MaskFormat::bools, data, mask.stride(0)};
+  }
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Byte && mask.dim() == 1 &&
+                      mask.size(0) == (qo_len * kv_len + 7) / 8 && mask.is_contiguous(),
+                  "a packed mask is a dense uint8 [ceil(qo_len * kv_len / 8)] tensor");
+  return {MaskFormat::bits, data, kv_len};
+}
+
+// Lays the mask out for a kernel's tiles. The memory of `params.mask` is the tensor's: its
+// allocator gives it to no other stream before what has been launched here is done.
+Tensor lay_out(const Tensor& mask, const KernelInfo& kernel, PrefillParams& params,
+               cudaStream_t stream) {
+  const MaskTileCounts counts =
+      MaskTileCounts::of(params.qo_len, params.kv_len, kernel.tile_m, kernel.tile_n);
+  Tensor workspace = torch::stable::new_empty(mask, {counts.workspace_bytes()}, ScalarType::Byte);
+  params.mask = counts.carve(workspace.data_ptr());
+  const cudaError_t error = lay_out_mask(mask_source(mask, params), params, kernel.tile_m,
+                                         kernel.tile_n, params.mask, stream);
+  STD_TORCH_CHECK(error == cudaSuccess, "the mask pass failed to launch: ", cudaGetErrorName(error),
+                  " (", cudaGetErrorString(error), ")");
+  return workspace;
 }
 
 void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
@@ -152,9 +169,9 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
                std::optional<Tensor> mask, std::optional<Tensor> alibi_slopes,
                std::optional<Tensor> sinks, int64_t window_left, int64_t window_right, bool alibi,
                double soft_cap, double sm_scale, double v_scale, double lse_scale) {
-  const PrefillParams params =
-      make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, mask, alibi_slopes, sinks,
-                  window_left, window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
+  PrefillParams params =
+      make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, alibi_slopes, sinks, window_left,
+                  window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
   const KernelEntry* kernel =
       find_kernel(parse_backend(backend), dtype_of(q), params.head_dim_qk, params.head_dim_vo);
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
@@ -164,6 +181,11 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   const torch::stable::accelerator::DeviceGuard guard(device);
   cudaStream_t stream = nullptr;
   STD_TORCH_CHECK(current_stream(device, stream), "torch gave no CUDA stream");
+  std::optional<Tensor> mask_workspace;
+  if (mask) {
+    STD_TORCH_CHECK(mask->get_device() == device, "all tensors are on one device");
+    mask_workspace = lay_out(*mask, kernel->info(), params, stream);
+  }
   const cudaError_t error = kernel->launch(params, stream);
   STD_TORCH_CHECK(error == cudaSuccess, backend, " failed to launch: ", cudaGetErrorName(error),
                   " (", cudaGetErrorString(error), ")");

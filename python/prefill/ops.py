@@ -1,13 +1,12 @@
 """Runs a resolved request: the native op with kernel-ready tensors, or the reference.
 
 Kernels read q, k, v and write out through any outer strides, but want the last dimension dense,
-16-byte aligned rows and 16-byte aligned bases. What is not so is copied here. Masks they read as
-bits, in words of 32: a bool mask is packed here, and one that does not fill its words is copied.
+16-byte aligned rows and 16-byte aligned bases. Masks, bool or packed, are read at any address and
+with any row stride, but want a dense last dimension too. What is not so is copied here, and
 `explain` says so.
 
-Two ops, one signature. `prefill::attention` is the library's, whose mask is in words.
-`prefill::prepared_attention` is Python's, whose mask may be bool too: it prepares the tensors, then
-calls the former. Eager calls run that function directly; a
+Two ops, one signature. `prefill::attention` is the library's. `prefill::prepared_attention` is
+Python's: it prepares the tensors, then calls the former. Eager calls run that function directly; a
 compiled graph holds it as an op, because the alignment of a tensor is known only when the graph
 runs.
 """
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from prefill import support
-from prefill.packing import packbits
 from prefill.reference import reference_attention
 from prefill.request import PrefillRequest
 
@@ -144,8 +142,8 @@ def prepare_and_launch(
         k = k.clone(memory_format=torch.contiguous_format)
     if not is_kernel_ready(v):
         v = v.clone(memory_format=torch.contiguous_format)
-    if mask is not None:
-        mask = mask_words(mask)
+    if mask is not None and mask_copy_reason(mask):
+        mask = mask.contiguous()
     ready = is_kernel_ready(out)
     target = out if ready else torch.empty_like(out, memory_format=torch.contiguous_format)
     _attention(
@@ -184,29 +182,11 @@ def is_kernel_ready(tensor: Tensor) -> bool:
     return inner == 1 and not (outer % 8 and length != 1) and not (middle % 8 and heads != 1)
 
 
-def mask_words(mask: Tensor) -> Tensor:
-    """A mask, bool or packed, as uint8 [4 * ceil(bits / 32)] at an address that is a multiple of 4.
-
-    Bits past the end mean nothing.
-    """
-    packed = packbits(mask, bitorder="little") if mask.dtype == torch.bool else mask
-    if not mask_copy_reason(packed):
-        return packed
-    size = packed.numel()
-    words = torch.empty((size + 3) // 4 * 4, dtype=torch.uint8, device=packed.device)
-    words[:size] = packed
-    return words
-
-
 def mask_copy_reason(mask: Tensor) -> str:
-    """Why `mask_words` copies a mask, for `explain`; "" if it does not."""
-    if mask.dtype == torch.bool:
-        return "it is packed to bits"
-    if not mask.is_contiguous():
-        return f"its stride is {mask.stride(0)}, not 1"
-    if mask.numel() % 4:
-        return "it is not a whole number of 32-bit words"
-    return "its address is not a multiple of 4 bytes" if mask.data_ptr() % 4 else ""
+    """Why a mask, bool or packed, is copied, for `explain`; "" if it is read where it lies."""
+    if mask.stride(-1) == 1 or mask.shape[-1] == 1:
+        return ""
+    return f"its last dimension has stride {mask.stride(-1)}, not 1"
 
 
 def copy_reason(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-// BandMask and MaskBits against naive loops over the rules in params.h.
+// BandMask against naive loops over the rules in params.h.
 #include <algorithm>
 #include <cstdint>
 #include <ostream>
@@ -13,7 +13,6 @@ namespace {
 using prefill::BandMask;
 using prefill::KvTileOrder;
 using prefill::KvTileRange;
-using prefill::MaskBits;
 using prefill::test::Random;
 
 std::ostream& operator<<(std::ostream& stream, const BandMask& mask) {
@@ -223,46 +222,6 @@ void check_quad_columns(Random& random) {
   }
 }
 
-// Every bit of every row's keys, 32 at a time from any key on. The words stand at the very end of
-// their memory: an address sanitizer would see a read past them.
-void check_mask_bits(Random& random) {
-  for (int i = 0; i < 300; ++i) {
-    const int qo_len = random.integer(1, 9), kv_len = random.integer(1, 150);
-    const int64_t num_words = (int64_t{qo_len} * kv_len + 31) / 32;
-    std::vector<uint32_t> words(num_words);
-    for (uint32_t& word : words) word = random.bits();
-    const MaskBits bits{words.data(), num_words, qo_len, kv_len};
-    for (int row = 0; row < qo_len; ++row) {
-      // Tiles run past kv_len.
-      for (int first = 0; first < kv_len + 128; ++first) {
-        const uint32_t found = bits.of_keys(row, first);
-        for (int key = first; key < std::min(first + 32, kv_len); ++key) {
-          const int bit = row * kv_len + key;
-          CHECK_EQ(found >> (key - first) & 1, words[bit / 32] >> bit % 32 & 1,
-                   "row " << row << ", key " << key << " of " << qo_len << " x " << kv_len);
-        }
-      }
-    }
-  }
-}
-
-// Bits beyond 2^31 and 2^32. Only words that are asked for are there.
-void check_far_bits() {
-  const int qo_len = 65537, kv_len = 65537;
-  const int64_t num_words = (int64_t{qo_len} * kv_len + 31) / 32;
-  const uint32_t here[] = {0x80000000u, 0x00000001u};
-  for (int row : {32768, 46341, 65535}) {
-    const int64_t bit = int64_t{row} * kv_len + 31;
-    const int key = static_cast<int>(31 + (31 - bit % 32));  // the last bit of a word
-    const int64_t word = (int64_t{row} * kv_len + key) / 32;
-    const auto words = reinterpret_cast<const uint32_t*>(reinterpret_cast<uintptr_t>(here) -
-                                                         static_cast<uintptr_t>(4 * word));
-    const MaskBits bits{words, num_words, qo_len, kv_len};
-    CHECK_EQ(bits.of_keys(row, key), 3u, "row " << row);
-    CHECK_EQ(bits.of_keys(row, key - 1), 6u, "row " << row);
-  }
-}
-
 }  // namespace
 
 int main() {
@@ -271,7 +230,5 @@ int main() {
   check_huge();
   Random random(2);
   check_quad_columns(random);
-  check_mask_bits(random);
-  check_far_bits();
   return prefill::test::result();
 }

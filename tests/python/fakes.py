@@ -108,12 +108,15 @@ class StubKernel:
         if window_right >= 0:
             seen &= key <= position + window_right
         if mask is not None:
-            assert mask.dtype == torch.uint8
-            assert mask.is_contiguous()
-            assert mask.data_ptr() % 4 == 0
-            assert mask.numel() == (qo_len * kv_len + 31) // 32 * 4
-            bit = torch.arange(qo_len * kv_len)
-            seen &= ((mask[bit // 8] >> (bit % 8)) & 1).bool().view(qo_len, kv_len)
+            assert mask.stride(-1) == 1 or mask.shape[-1] == 1
+            if mask.dtype == torch.bool:
+                assert mask.shape == (qo_len, kv_len)
+                seen &= mask
+            else:
+                assert mask.dtype == torch.uint8
+                assert mask.shape == ((qo_len * kv_len + 7) // 8,)
+                bit = torch.arange(qo_len * kv_len)
+                seen &= ((mask[bit // 8] >> (bit % 8)) & 1).bool().view(qo_len, kv_len)
         logits = logits.masked_fill(~seen, -math.inf)
         sink = torch.full((heads,), -math.inf) if sinks is None else sinks
         joined = torch.cat((logits, sink.double()[:, None, None].expand(-1, qo_len, 1)), -1)

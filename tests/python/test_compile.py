@@ -152,7 +152,7 @@ def op_arguments(lse: bool) -> tuple[Any, ...]:
     results = torch.empty(QO, HQ, D).half(), torch.empty(QO, HQ) if lse else None
     optional: tuple[Tensor | None, ...] = (None,) * 6
     if lse:
-        mask = torch.randint(0, 256, (8,), dtype=torch.uint8)  # 45 bits, in words
+        mask = torch.randint(0, 256, (6,), dtype=torch.uint8)  # 45 bits
         scales = torch.rand(HQ), torch.rand(HK), torch.rand(HK)
         optional = (*scales, mask, torch.rand(HQ), torch.rand(HQ))
     return ("fa3", q, k, v, *results, *optional, 3, 0, lse, 5.0, 0.125, 1.0, 1.0)

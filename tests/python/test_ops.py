@@ -208,27 +208,26 @@ def test_given_results(stub: StubKernel) -> None:
 
 @pytest.mark.parametrize("window_left", [-1, 2])
 @pytest.mark.parametrize(("qo_len", "kv_len"), [(QO, KV), (8, 12), (1, 1), (3, 11)])
-def test_masks_reach_the_op_as_words(
+def test_masks_reach_the_op_where_they_lie(
     stub: StubKernel, qo_len: int, kv_len: int, window_left: int
 ) -> None:
-    """From 1 bit to 3 whole words; the stub checks size and address."""
+    """Any address and row stride; only what is not dense in the last dimension is copied."""
     q, k, v = half(qo_len, HQ, D), half(kv_len, HK, D), half(kv_len, HK, D)
     keep = torch.arange(qo_len * kv_len).view(qo_len, kv_len) % 3 != 0
     bits = prefill.packbits(keep, bitorder="little")
-    size = bits.numel()
-    strided = torch.empty(2 * size, dtype=torch.uint8)[::2].copy_(bits)
-    odd = torch.empty(size + 1, dtype=torch.uint8)[1:].copy_(bits)
     more = bits.clone()
     if qo_len * kv_len % 8:
         more[-1] |= 0x80  # past the end
     given: list[dict[str, Any]] = [
         {"custom_mask": keep},
+        {"custom_mask": torch.empty(qo_len, kv_len + 3).bool()[:, 1:-2].copy_(keep)},
+        {"custom_mask": torch.empty(qo_len, 2 * kv_len).bool()[:, ::2].copy_(keep)},
         {"custom_mask": keep.t().contiguous().t()},
         {"packed_custom_mask": bits},
         {"packed_custom_mask": bits, "custom_mask": ~keep},
-        {"packed_custom_mask": strided},
-        {"packed_custom_mask": odd},
         {"packed_custom_mask": more},
+        {"packed_custom_mask": torch.empty(len(bits) + 1).byte()[1:].copy_(bits)},
+        {"packed_custom_mask": torch.empty(2 * len(bits)).byte()[::2].copy_(bits)},
     ]
     for mask in given:
         kwargs = mask | {"window_left": window_left, "return_lse": True}
@@ -237,10 +236,18 @@ def test_masks_reach_the_op_as_words(
         check(result, q, k, v, custom_mask=keep, window_left=window_left, return_lse=True)
         call = only_call(stub)
         assert call["window_right"] == -1
-        packed = mask.get("packed_custom_mask", bits)
-        assert torch.equal(call["mask"][:size], packed)
-        if packed is bits and "packed_custom_mask" in mask:
-            assert (call["mask"].data_ptr() == bits.data_ptr()) == (size % 4 == 0)
+        tensor = mask.get("packed_custom_mask", mask.get("custom_mask"))
+        assert torch.equal(call["mask"], tensor)
+        is_dense = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+        assert (call["mask"].data_ptr() == tensor.data_ptr()) == is_dense
+
+
+def test_a_row_for_all(stub: StubKernel) -> None:
+    """Padding given as one row of a mask is not copied for the others."""
+    q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
+    keep = (torch.arange(KV) < KV - 2).expand(QO, KV)
+    check(run(q, k, v, custom_mask=keep), q, k, v, custom_mask=keep)
+    assert only_call(stub)["mask"].stride() == (0, 1)
 
 
 def test_logit_terms_reach_the_op(stub: StubKernel) -> None:
