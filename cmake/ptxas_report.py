@@ -7,8 +7,8 @@ ptxas's -Werror lets pass. Hence:
         A compiler launcher. Writes what the compiler says to <object>.ptxas and shows the user all
         of it but the statistics, which `ptxas -v` prints for every kernel.
     ptxas_report.py check ARCH,... OBJECT ...
-        The test: names each fault in the reports of these objects, each of which should hold one
-        kernel for each arch (as in CUDA_ARCHITECTURES).
+        The test: names each fault in the reports of these objects, each of which should hold the
+        same kernels for each arch (as in CUDA_ARCHITECTURES).
 
 Of what ptxas says only the statistics are known by their wording; every other line is a fault. So
 a notice that is worded in a new way is one too.
@@ -52,9 +52,9 @@ def keep(command: Sequence[str]) -> int:
 
 
 def faults(text: str, archs: Sequence[str]) -> list[str]:
-    """What is wrong with a report that should tell of one kernel for each of the archs."""
+    """What is wrong with a report that should tell of the same kernels for each of the archs."""
     found: list[str] = []
-    entries: list[str] = []  # their archs
+    entries: dict[str, list[str]] = {}  # of each arch
     notices: list[str] = []  # ptxas gives its notices ahead of the statistics, which name the arch
     unmeasured: set[str] = set()  # entry functions whose memory has not been told
     arch = function = ""
@@ -66,7 +66,7 @@ def faults(text: str, archs: Sequence[str]) -> list[str]:
             continue
         if match["entry"]:
             arch = match["arch"]
-            entries.append(arch)
+            entries.setdefault(arch, []).append(match["entry"])
             unmeasured.add(f"{arch}: {match['entry']}")
             found += [f"{arch}: {notice}" for notice in notices]
             notices.clear()
@@ -78,9 +78,12 @@ def faults(text: str, archs: Sequence[str]) -> list[str]:
             found.append(f"{arch}: line {number}: {line.strip()} (function '{function}')")
     found += [f"no arch: {notice}" for notice in notices]
     found += [f"{kernel} without a line on its stack and spills" for kernel in sorted(unmeasured)]
-    if sorted(entries) != sorted(archs):
-        told = " ".join(sorted(entries)) or "none"
-        found.append(f"one kernel expected for each of {' '.join(sorted(archs))}; reported: {told}")
+    expected = sorted(entries.get(archs[0], []))
+    same = all(sorted(entries.get(arch, [])) == expected for arch in archs)
+    if not expected or not same or set(entries) != set(archs):
+        counts = ", ".join(f"{len(entries[arch])} for {arch}" for arch in sorted(entries)) or "none"
+        wanted = " ".join(sorted(archs))
+        found.append(f"the same kernels expected for each of {wanted}; reported: {counts}")
     return found
 
 

@@ -33,7 +33,7 @@ cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, T
 }
 
 template <DType kDType, class Dims, Scores kScores>
-cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
+cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
   using Traits = Traits<kDType, Dims, kScores>;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedStorage);
   auto kernel = attention_kernel<Traits>;
@@ -73,8 +73,8 @@ template <DType kDType, class Dims>
 cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   const bool is_general = params.mask.mixed != nullptr || params.soft_cap > 0.f ||
                           params.has_alibi || params.sinks.data != nullptr;
-  return is_general ? launch<kDType, Dims, Scores::General>(params, stream)
-                    : launch<kDType, Dims, Scores::Plain>(params, stream);
+  return is_general ? launch_kernel<kDType, Dims, Scores::General>(params, stream)
+                    : launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
 }
 
 }  // namespace prefill::fa3
