@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "common/kernel_table.h"
+#include "common/mask_tiles.h"
 #include "gpu.h"
 #include "naive_attention.cuh"
 #include "random.h"
@@ -23,6 +24,9 @@ using prefill::Backend;
 using prefill::DType;
 using prefill::KernelEntry;
 using prefill::KernelInfo;
+using prefill::lay_out_mask;
+using prefill::MaskFormat;
+using prefill::MaskTileCounts;
 using prefill::PrefillParams;
 using prefill::TensorView;
 using prefill::test::DeviceArray;
@@ -170,21 +174,18 @@ class Tensor {
   DeviceArray<Value> device_;
 };
 
-// Random bits, exactly as many words as there are. Every fifth row shows no key, every seventh all,
-// and every third only keys far from the diagonal's end.
-std::vector<uint32_t> random_mask(Random& random, int qo_len, int kv_len) {
-  std::vector<uint32_t> words((int64_t{qo_len} * kv_len + 31) / 32);
-  for (uint32_t& word : words) word = random.bits();
+// Random bools. Every fifth row shows no key, every seventh all, and every third only keys far from
+// the diagonal's end.
+std::vector<uint8_t> random_mask(Random& random, int qo_len, int kv_len) {
+  std::vector<uint8_t> mask;
   for (int row = 0; row < qo_len; ++row) {
     for (int key = 0; key < kv_len; ++key) {
-      const int64_t bit = int64_t{row} * kv_len + key;
-      uint32_t& word = words[bit / 32];
-      const uint32_t one = 1u << bit % 32;
-      if (row % 7 == 3) word |= one;
-      if (row % 5 == 2 || (row % 3 == 1 && key > kv_len / 3)) word &= ~one;
+      const bool drawn = random.bits() & 1;
+      const bool none = row % 5 == 2 || (row % 3 == 1 && key > kv_len / 3);
+      mask.push_back(!none && (drawn || row % 7 == 3));
     }
   }
-  return words;
+  return mask;
 }
 
 template <class T>
@@ -286,12 +287,16 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   Tensor<float> sinks(num_qo_heads, 1, 1, Layout::padded);
   slopes.fill(random, 0.5f);
   sinks.fill(random, 4.f);
-  const std::vector<uint32_t> words = random_mask(random, test.qo_len, test.kv_len);
-  DeviceArray<uint32_t> mask(static_cast<int64_t>(words.size()));
-  mask.upload(words.data());
+  const auto bools = random_mask(random, test.qo_len, test.kv_len);
+  DeviceArray<uint8_t> mask(static_cast<int64_t>(bools.size()));
+  mask.upload(bools.data());
+  const KernelInfo info = entry.info();
+  const auto counts = MaskTileCounts::of(test.qo_len, test.kv_len, info.tile_m, info.tile_n);
+  const DeviceArray<uint8_t> mask_workspace(counts.workspace_bytes());
   if (test.extras.mask) {
-    params.mask_bits = mask.data();
-    params.mask_words = static_cast<int64_t>(words.size());
+    params.mask = counts.carve(mask_workspace.data());
+    CHECK_CUDA(lay_out_mask({MaskFormat::bools, mask.data(), test.kv_len}, params, info.tile_m,
+                            info.tile_n, params.mask, stream));
   }
   params.soft_cap = test.extras.soft_cap;
   params.has_alibi = test.extras.alibi != Alibi::none;
@@ -319,8 +324,9 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   std::vector<NaiveOutput> expected(expected_lse.size() * dims.vo);
   const DeviceArray<double> device_lse(static_cast<int64_t>(expected_lse.size()));
   const DeviceArray<NaiveOutput> device_expected(static_cast<int64_t>(expected.size()));
-  prefill::test::naive_attention<T>(params, rounding_of<T>(), device_lse.data(),
-                                    device_expected.data(), stream);
+  prefill::test::naive_attention<T>(params, test.extras.mask ? mask.data() : nullptr,
+                                    rounding_of<T>(), device_lse.data(), device_expected.data(),
+                                    stream);
   device_lse.download(expected_lse.data());
   device_expected.download(expected.data());
   check_output(out, expected, place);

@@ -66,9 +66,11 @@ __device__ inline double naive_slope(const PrefillParams& params, int head) {
   return head < n ? exp2(-8. * (head + 1) / n) : exp2(-8. * (2 * (head - n) + 1) / (2 * n));
 }
 
-// One thread for each of the `size` elements of logits [num_qo_heads, qo_len, kv_len].
+// One thread for each of the `size` elements of logits [num_qo_heads, qo_len, kv_len]. `mask` is
+// bool [qo_len, kv_len], or null.
 template <class T>
-__global__ void naive_logits(const PrefillParams params, int64_t size, double* logits) {
+__global__ void naive_logits(const PrefillParams params, const uint8_t* mask, int64_t size,
+                             double* logits) {
   const int64_t index = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (index >= size) return;
   const int64_t key = index % params.kv_len;
@@ -85,10 +87,7 @@ __global__ void naive_logits(const PrefillParams params, int64_t size, double* l
   }
   const int64_t position = row + params.kv_len - params.qo_len;
   bool seen = position - params.window_left <= key && key <= position + params.window_right;
-  if (params.mask_bits != nullptr) {
-    const int64_t bit = row * params.kv_len + key;
-    seen = seen && (params.mask_bits[bit / 32] >> bit % 32 & 1) != 0;
-  }
+  if (mask != nullptr) seen = seen && mask[row * params.kv_len + key] != 0;
   const double scale =
       params.sm_scale * naive_scale(params.scale_q, head) * naive_scale(params.scale_k, kv_head);
   double logit = scale * product;
@@ -146,10 +145,11 @@ __global__ void naive_outputs(const PrefillParams params, Rounding rounding, int
   outputs[index] = {scale * output.value, fabs(scale) * output.weight_error, output.has_keys};
 }
 
-// Fills lse [num_qo_heads, qo_len] and outputs [num_qo_heads, qo_len, head_dim_vo].
+// Fills lse [num_qo_heads, qo_len] and outputs [num_qo_heads, qo_len, head_dim_vo]. The custom mask
+// is not that of `params`, but bool [qo_len, kv_len], or null.
 template <class T>
-void naive_attention(const PrefillParams& params, Rounding rounding, double* lse,
-                     NaiveOutput* outputs, cudaStream_t stream) {
+void naive_attention(const PrefillParams& params, const uint8_t* mask, Rounding rounding,
+                     double* lse, NaiveOutput* outputs, cudaStream_t stream) {
   constexpr int kThreads = 128;
   const auto blocks = [](int64_t threads) {
     return static_cast<unsigned>((threads + kThreads - 1) / kThreads);
@@ -158,7 +158,7 @@ void naive_attention(const PrefillParams& params, Rounding rounding, double* lse
   const int64_t pairs = rows * params.kv_len;
   const int64_t elements = rows * params.head_dim_vo;
   const DeviceArray<double> weights(pairs);
-  naive_logits<T><<<blocks(pairs), kThreads, 0, stream>>>(params, pairs, weights.data());
+  naive_logits<T><<<blocks(pairs), kThreads, 0, stream>>>(params, mask, pairs, weights.data());
   CHECK_CUDA(cudaGetLastError());
   naive_softmax<<<blocks(rows), kThreads, 0, stream>>>(params, rows, weights.data(), lse);
   CHECK_CUDA(cudaGetLastError());
