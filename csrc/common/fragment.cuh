@@ -114,14 +114,15 @@ CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask con
 }
 
 // Sets scores that a custom mask's mixed KV tile does not show to -inf. `row` is that of the
-// thread's first element; the rows of accumulators are pairs 8 apart.
+// thread's first element; the rows of accumulators are pairs 8 apart. Blocks past the last row take
+// the last block's words.
 template <class Scores, class Offsets>
-CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskTiles const& mask, int row,
-                            int tile) {
+CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskTiles const& mask,
+                            int qo_len, int row, int tile) {
   using namespace cute;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); r += 2) {
-    const int block = (row + static_cast<int>(get<0>(offsets(r, _0{})))) / 16;
+    const int block = min(row + static_cast<int>(get<0>(offsets(r, _0{}))), qo_len - 1) / 16;
     const MaskWords* words = mask.bits + (int64_t{block} * mask.num_kv_tiles + tile) * 32;
     const MaskWords shown = words[threadIdx.x % 32];
     keep_columns(scores, r, shown.rows[0]);
@@ -146,7 +147,8 @@ CUTE_DEVICE void cap_scores(Scores& scores, float to_cap) {
     scores(i) *= 2.f * to_cap;
     bits |= __float_as_uint(scores(i));
   }
-  if (__any_sync(0xffffffffu, bits >> 30 & 1)) {  // one at least is 2 or more, or NaN
+  // One at least is 2 or more, or NaN. The others come out the same either way.
+  if (__any_sync(0xffffffffu, bits >> 30 & 1)) {
     CUTE_UNROLL
     for (int i = 0; i < size(scores); ++i) scores(i) = tanh_half(scores(i));
   } else {

@@ -115,25 +115,25 @@ PREFILL_HOST_DEVICE float reciprocal(float x) {
 #endif
 }
 
-// tanh(x / 2), relatively right to 2^-20: x N(x^2) / D(x^2), fitted to the least relative error up
-// to where tanh is 1 within that. One instruction of the special function unit, which is also what
-// exp2 of the weights waits for, where exp(2x) and a reciprocal take two; and small logits under a
-// large cap stay exact.
-PREFILL_HOST_DEVICE float tanh_half(float x) {
-  x = clamp_magnitude(0.5f * x, 8.25f);
-  const float z = x * x;
-  const float numerator = fmaf(fmaf(fmaf(1.1220753e-5f, z, 2.9323865e-3f), z, 0.12908623f), z, 1.f);
-  const float denominator = fmaf(
-      fmaf(fmaf(fmaf(2.3917963e-7f, z, 2.3599605e-4f), z, 2.3740168e-2f), z, 0.46241856f), z, 1.f);
-  return x * numerator * reciprocal(denominator);
-}
-
-// The same for |x| < 2, relatively right to 2^-16.9 and more so the smaller x, without a division.
+// tanh(x / 2) for |x| < 2, relatively right to 2^-16.9 and more so the smaller x, without a
+// division.
 PREFILL_HOST_DEVICE float tanh_half_below_2(float x) {
   const float z = x * x;
   const float quotient =
       fmaf(fmaf(fmaf(1.806309e-5f, z, -3.5384725e-4f), z, 4.0850528e-3f), z, -4.163466e-2f);
   return x * fmaf(quotient, z, 0.5f);
+}
+
+// The same for any x, with the same bits below 2; from there right to 2^-20: x N(x^2) / D(x^2),
+// fitted to the least relative error up to where tanh is 1 within that.
+PREFILL_HOST_DEVICE float tanh_half(float x) {
+  if (fabsf(x) < 2.f) return tanh_half_below_2(x);
+  const float y = clamp_magnitude(0.5f * x, 8.25f);
+  const float z = y * y;
+  const float numerator = fmaf(fmaf(fmaf(1.1220753e-5f, z, 2.9323865e-3f), z, 0.12908623f), z, 1.f);
+  const float denominator = fmaf(
+      fmaf(fmaf(fmaf(2.3917963e-7f, z, 2.3599605e-4f), z, 2.3740168e-2f), z, 0.46241856f), z, 1.f);
+  return y * numerator * reciprocal(denominator);
 }
 
 }  // namespace prefill

@@ -122,7 +122,7 @@ struct Consumer {
     const Place at = place();
     const int tile = kv_tile(step);
     if (Traits::kIsGeneral && params.mask.mixed != nullptr) {
-      apply_bits(scores, at.offsets, params.mask, at.row, tile);
+      apply_bits(scores, at.offsets, params.mask, params.qo_len, at.row, tile);
     } else {
       apply_mask(scores, at.offsets, mask, at.row, tile * Traits::kN + at.column);
     }
@@ -276,7 +276,10 @@ struct Consumer {
             scale_rows(out_rows, growth);
             start_pv(true, step > 1);
             finish_qk(scores, step + 1 == count);
-            if constexpr (Traits::kIsGeneral) transform(score_rows, step);
+            if constexpr (Traits::kIsGeneral) {
+              transform(score_rows, step);
+              mask_scores(score_rows, step);
+            }
             growth = softmax.exact_step(score_rows, with_care);
             hold(softmax.row_sum[0] + softmax.row_sum[1]);
             finish_pv(true);

@@ -124,8 +124,10 @@ struct Producer {
         is_short || redo || is_late(work.round) || all_masked || !(fabsf(v_scale) >= 0x1p-80f);
     // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
     // more.
-    const int num_general = max(order.num_masked, 1);
-    const int num_exact = is_careful ? order.count : min(num_general + 1, order.count);
+    const int num_masked = max(order.num_masked, 1);
+    // General kernels mask in exact steps too, which plain ones keep free of it.
+    const int num_general = Traits::kIsGeneral ? 1 : num_masked;
+    const int num_exact = is_careful ? order.count : min(num_masked + 1, order.count);
     return {work.round, tile.head,  work.first_row(), transform, sink,
             v_scale,    is_careful, num_general,      num_exact, order};
   }
