@@ -114,15 +114,14 @@ CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask con
 }
 
 // Sets scores that a custom mask's mixed KV tile does not show to -inf. `row` is that of the
-// thread's first element; the rows of accumulators are pairs 8 apart. Blocks past the last row take
-// the last block's words.
+// thread's first element; the rows of accumulators are pairs 8 apart.
 template <class Scores, class Offsets>
-CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskTiles const& mask,
-                            int qo_len, int row, int tile) {
+CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskTiles const& mask, int row,
+                            int tile) {
   using namespace cute;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); r += 2) {
-    const int block = min(row + static_cast<int>(get<0>(offsets(r, _0{}))), qo_len - 1) / 16;
+    const int block = (row + static_cast<int>(get<0>(offsets(r, _0{})))) / 16;
     const MaskWords* words = mask.bits + (int64_t{block} * mask.num_kv_tiles + tile) * 32;
     const MaskWords shown = words[threadIdx.x % 32];
     keep_columns(scores, r, shown.rows[0]);

@@ -67,33 +67,31 @@ __global__ void __launch_bounds__(kMaskLanes* kMaxWarps)
   const int row_tile = blockIdx.x / num_strips;
   const int strip = blockIdx.x % num_strips;
   const int row_block = row_tile * blockDim.y + threadIdx.y;
-  const int first_row = kMaskBlockRows * row_block;
+  const int first_row = min(kMaskBlockRows * row_block, band.qo_len - 1);
   const int first_tile = kStripTiles * strip;
   auto* words = const_cast<MaskWords*>(target.bits) +
                 (int64_t{row_block} * target.num_kv_tiles + first_tile) * kMaskLanes + lane;
 
   // One bit for each KV tile of this warp's: rows see some key, and not all see all.
   uint32_t mine = 0, some = 0, lacking = 0;
-  if (first_row < band.qo_len) {
-    const auto block = WarpBlock<Format>::of(mask, band, first_row, lane);
-    const KvTileRange range = band.kv_tiles(first_row, kMaskBlockRows, tile_n);
-    const uint32_t whole = low_bits(tile_n - 32 * (lane % kQuad));
-    const int num_tiles = min(kStripTiles, target.num_kv_tiles - first_tile);
-    for (int i = threadIdx.z; i < num_tiles; i += blockDim.z) {
-      const int tile = first_tile + i;
-      MaskWords keys{};
-      if (range.begin <= tile && tile < range.end) {
-        keys = block.seen_keys(tile * tile_n, (tile + 1) * tile_n, band.kv_len, lane);
-      }
-      const bool any = __any_sync(kWholeWarp, (keys.rows[0] | keys.rows[1]) != 0);
-      const bool all = __all_sync(kWholeWarp, keys.rows[0] == whole && keys.rows[1] == whole);
-      mine |= 1u << i;
-      some |= uint32_t{any} << i;
-      lacking |= uint32_t{!all} << i;
-      if (any && !all) {
-        words[i * kMaskLanes] = {
-            {quad_transpose(keys.rows[0], lane), quad_transpose(keys.rows[1], lane)}};
-      }
+  const auto block = WarpBlock<Format>::of(mask, band, first_row, lane);
+  const KvTileRange range = band.kv_tiles(first_row, kMaskBlockRows, tile_n);
+  const uint32_t whole = low_bits(tile_n - 32 * (lane % kQuad));
+  const int num_tiles = min(kStripTiles, target.num_kv_tiles - first_tile);
+  for (int i = threadIdx.z; i < num_tiles; i += blockDim.z) {
+    const int tile = first_tile + i;
+    MaskWords keys{};
+    if (range.begin <= tile && tile < range.end) {
+      keys = block.seen_keys(tile * tile_n, (tile + 1) * tile_n, band.kv_len, lane);
+    }
+    const bool any = __any_sync(kWholeWarp, (keys.rows[0] | keys.rows[1]) != 0);
+    const bool all = __all_sync(kWholeWarp, keys.rows[0] == whole && keys.rows[1] == whole);
+    mine |= 1u << i;
+    some |= uint32_t{any} << i;
+    lacking |= uint32_t{!all} << i;
+    if (any && !all) {
+      words[i * kMaskLanes] = {
+          {quad_transpose(keys.rows[0], lane), quad_transpose(keys.rows[1], lane)}};
     }
   }
 

@@ -33,8 +33,8 @@ struct MaskTileCounts {
   int kv_tiles;
 
   static MaskTileCounts of(int qo_len, int kv_len, int tile_m, int tile_n) {
-    return {(qo_len + tile_m - 1) / tile_m, (qo_len + kMaskBlockRows - 1) / kMaskBlockRows,
-            (kv_len + tile_n - 1) / tile_n};
+    const int64_t row_tiles = (qo_len + tile_m - 1) / tile_m;
+    return {row_tiles, row_tiles * (tile_m / kMaskBlockRows), (kv_len + tile_n - 1) / tile_n};
   }
 
   int64_t words() const { return row_blocks * kv_tiles * kMaskLanes; }

@@ -40,8 +40,8 @@ struct MaskTiles {
   // sees any.
   const uint32_t* mixed;
   const uint32_t* full;
-  // [ceil(qo_len / 16)][num_kv_tiles][32 lanes], there only where the KV tile is mixed. Rows past
-  // the end are as the last one.
+  // [16-row blocks of all row tiles][num_kv_tiles][32 lanes], there only where the KV tile is
+  // mixed. Rows past the end are as the last one.
   const MaskWords* bits;
   int num_kv_tiles;
 

@@ -104,7 +104,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& par
       const auto at = origin();
       const int row = first_row + get<0>(at);
       if (tiles.is_custom) {
-        apply_bits(rows, offsets, params.mask, params.qo_len, row, tile);
+        apply_bits(rows, offsets, params.mask, row, tile);
       } else {
         apply_mask(rows, offsets, band, row, tile * Traits::kN + get<1>(at));
       }

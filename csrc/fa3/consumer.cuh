@@ -122,7 +122,7 @@ struct Consumer {
     const Place at = place();
     const int tile = kv_tile(step);
     if (Traits::kIsGeneral && params.mask.mixed != nullptr) {
-      apply_bits(scores, at.offsets, params.mask, params.qo_len, at.row, tile);
+      apply_bits(scores, at.offsets, params.mask, at.row, tile);
     } else {
       apply_mask(scores, at.offsets, mask, at.row, tile * Traits::kN + at.column);
     }

@@ -81,8 +81,8 @@ class FaultsTest(unittest.TestCase):
 
     def test_kernel_that_is_not_told_of(self) -> None:
         self.assert_one_fault("", "expected for each of sm_80 sm_90; reported: none")
-        self.assert_one_fault(statistics("sm_80"), "reported: sm_80")
-        self.assert_one_fault(CLEAN + statistics("sm_90"), "reported: sm_80 sm_90 sm_90")
+        self.assert_one_fault(statistics("sm_80"), "reported: 1 for sm_80")
+        self.assert_one_fault(CLEAN + statistics("sm_90"), "reported: 1 for sm_80, 2 for sm_90")
 
     def test_memory_that_is_not_told_of(self) -> None:
         text = CLEAN.replace("bytes stack frame", "bytes of stack", 1)
