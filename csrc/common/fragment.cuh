@@ -7,7 +7,6 @@
 #include <cute/tensor.hpp>
 
 #include "common/kernel_key.h"
-#include "common/logits.cuh"
 #include "common/mask.cuh"
 #include "common/params.h"
 
@@ -126,55 +125,6 @@ CUTE_DEVICE void apply_bits(Scores& scores, Offsets const& offsets, MaskTiles co
     const MaskWords shown = words[threadIdx.x % 32];
     keep_columns(scores, r, shown.rows[0]);
     keep_columns(scores, r + 1, shown.rows[1]);
-  }
-}
-
-template <class Scores>
-CUTE_DEVICE void scale_scores(Scores& scores, float factor) {
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(scores); ++i) scores(i) *= factor;
-}
-
-// scores = tanh(scores * to_cap). Most are small: a polynomial costs a third of what is right
-// everywhere, which a warp turns to as a whole.
-template <class Scores>
-CUTE_DEVICE void cap_scores(Scores& scores, float to_cap) {
-  using namespace cute;
-  uint32_t bits = 0;
-  CUTE_UNROLL
-  for (int i = 0; i < size(scores); ++i) {
-    scores(i) *= 2.f * to_cap;
-    bits |= __float_as_uint(scores(i));
-  }
-  // One at least is 2 or more, or NaN. The others come out the same either way.
-  if (__any_sync(0xffffffffu, bits >> 30 & 1)) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_half(scores(i));
-  } else {
-    CUTE_UNROLL
-    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_half_below_2(scores(i));
-  }
-}
-
-// Makes of scores what the softmax takes; `offsets`, `row` and `key` as above.
-template <class Scores, class Offsets>
-CUTE_DEVICE void transform_scores(Scores& scores, Offsets const& offsets,
-                                  LogitTransform const& transform, BandMask const& band, int row,
-                                  int key) {
-  using namespace cute;
-  if (transform.is_capped) cap_scores(scores, transform.to_cap);
-  if (!transform.is_affine) return;
-  CUTE_UNROLL
-  for (int r = 0; r < size<0>(scores); ++r) {
-    const int this_row = min(row + static_cast<int>(get<0>(offsets(r, _0{}))), band.qo_len - 1);
-    const int distance = key - band.position(this_row);
-    const float first_bias = transform.slope * static_cast<float>(distance);
-    CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); ++c) {
-      const float bias =
-          fmaf(transform.slope, static_cast<float>(get<1>(offsets(_0{}, c))), first_bias);
-      scores(r, c) = fmaf(scores(r, c), transform.gain, bias);
-    }
   }
 }
 

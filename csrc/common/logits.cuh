@@ -116,9 +116,9 @@ PREFILL_HOST_DEVICE float reciprocal(float x) {
 }
 
 // tanh(x / 2) for |x| < 2, relatively right to 2^-16.9 and more so the smaller x, without a
-// division.
-PREFILL_HOST_DEVICE float tanh_half_below_2(float x) {
-  const float z = x * x;
+// division. `zero` is one for whoever needs the result to wait for something.
+PREFILL_HOST_DEVICE float tanh_half_below_2(float x, float zero = 0.f) {
+  const float z = fmaf(x, x, zero);
   const float quotient =
       fmaf(fmaf(fmaf(1.806309e-5f, z, -3.5384725e-4f), z, 4.0850528e-3f), z, -4.163466e-2f);
   return x * fmaf(quotient, z, 0.5f);

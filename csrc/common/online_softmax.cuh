@@ -113,18 +113,34 @@ struct OnlineSoftmax {
       factor[r] = exp2_approx(with_care ? (previous - base) * multiplier
                                         : __fmul_rn(previous, multiplier) - offset);
       row_sum[r] *= factor[r];
-      add_weights(r, scores, base, offset);
+      add_weights(r, scores,
+                  [&](int, float score) { return fmaf(score - base, multiplier, -offset); });
     }
     return factor;
   }
+
+  // What anchored steps take weights relative to, in base-2 units; -inf where no key was seen.
+  CUTE_DEVICE float anchor(int r) const { return __fmul_rn(row_max[r], multiplier); }
 
   // As step, with the maximum of the tiles before as the anchor of the weights: nothing is
   // multiplied afterwards. Rows must have seen a key; anchor_held tells in the end whether it was
   // good enough.
   template <class Scores>
   CUTE_DEVICE void anchored_step(Scores& scores) {
+    anchored_step(scores, [&](int, int, float score, float anchor) {
+      return fmaf(score, multiplier, -anchor);
+    });
+  }
+
+  // The same of logits that `exponent` makes of scores: exponent(r, c, score, anchor) is the logit
+  // in base-2 units less the row's anchor.
+  template <class Scores, class Exponent>
+  CUTE_DEVICE void anchored_step(Scores& scores, Exponent const& exponent) {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) add_weights(r, scores, 0.f, anchor(r));
+    for (int r = 0; r < kRows; ++r) {
+      const float row_anchor = anchor(r);
+      add_weights(r, scores, [&](int c, float score) { return exponent(r, c, score, row_anchor); });
+    }
   }
 
   // False where an anchored sum may have overflowed or lost bits, or be NaN, where the row is
@@ -182,19 +198,16 @@ struct OnlineSoftmax {
     return previous;
   }
 
-  // The row's scores become exp2((score - base) multiplier - offset), and are added up.
-  template <class Scores>
-  CUTE_DEVICE void add_weights(int r, Scores& scores, float base, float offset) {
+  // The row's scores become exp2(exponent(column, score)), and are added up.
+  template <class Scores, class Exponent>
+  CUTE_DEVICE void add_weights(int r, Scores& scores, Exponent const& exponent) {
     using namespace cute;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) {
-      scores(r, c) = exp2_approx(fmaf(scores(r, c) - base, multiplier, -offset));
+      scores(r, c) = exp2_approx(exponent(c, scores(r, c)));
       row_sum[r] += scores(r, c);
     }
   }
-
-  // -inf where no key was seen.
-  CUTE_DEVICE float anchor(int r) const { return __fmul_rn(row_max[r], multiplier); }
 
   CUTE_DEVICE static bool is_steep(float logit) { return fabsf(logit) >= kSteep; }
 

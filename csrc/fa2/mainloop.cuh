@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/fragment.cuh"
-#include "common/logits.cuh"
 #include "common/mask.cuh"
+#include "common/transform.cuh"
 #include "fa2/load.cuh"
 #include "fa2/traits.cuh"
 

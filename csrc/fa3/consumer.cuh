@@ -2,9 +2,9 @@
 #pragma once
 
 #include "common/fragment.cuh"
-#include "common/logits.cuh"
 #include "common/mask.cuh"
 #include "common/params.h"
+#include "common/transform.cuh"
 #include "fa3/epilogue.cuh"
 #include "fa3/tensor_maps.cuh"
 #include "fa3/traits.cuh"
@@ -125,6 +125,18 @@ struct Consumer {
       apply_bits(scores, at.offsets, params.mask, at.row, tile);
     } else {
       apply_mask(scores, at.offsets, mask, at.row, tile * Traits::kN + at.column);
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void anchored_step(Softmax& softmax, Scores& scores, int step) const {
+    if constexpr (Traits::kIsGeneral) {
+      const LogitTransform transform = rows().transform;
+      const Place at = place();
+      transform_and_weigh(softmax, scores, at.offsets, transform, mask, at.row,
+                          kv_tile(step) * Traits::kN + at.column);
+    } else {
+      softmax.anchored_step(scores);
     }
   }
 
@@ -267,7 +279,7 @@ struct Consumer {
           ++num_steps;
         }
         // Exact steps: a running maximum. What it asks of the output is done under the next Q K.
-        const auto exact_steps = [&](auto with_care) {
+        const auto exact_steps = [&](auto with_care) CUTLASS_LAMBDA_FUNC_INLINE {
           auto growth = Softmax::no_growth();
           for (int num_exact = rows().num_exact; step < num_exact; ++step) {
             Tensor scores = new_scores();
@@ -301,8 +313,7 @@ struct Consumer {
           start_pv(true, accumulate);
           accumulate = true;
           finish_qk(scores, left == 1);
-          if constexpr (Traits::kIsGeneral) transform(score_rows, count - left);
-          softmax.anchored_step(score_rows);
+          anchored_step(softmax, score_rows, count - left);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
           finish_pv(true);
           convert_fragment<T>(scores, weights);
