@@ -11,6 +11,10 @@ namespace prefill {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kMaxFloat = 3.4028235e38f;
 
+// Capped scores are worked out in units of kCapUnit caps: so the bound of what is small is 2, which
+// the bits of a float tell.
+constexpr float kCapUnit = 0.375f;
+
 // logit * log2(e) = (score * factor) * multiplier with multiplier > 0, as the softmax takes the
 // maximum of scores before it scales them. A factor other than 1 stands for a negative or zero
 // scale.
@@ -63,8 +67,8 @@ PREFILL_HOST_DEVICE float sink_logit(const PrefillParams& params, int head) {
 
 // What the softmax takes of a pair of row and key, and how to scale it:
 //   logit * log2(e) = multiplier * (gain * y + slope * (key - position of the row))
-// where y is the score, or with a soft cap tanh(score * to_cap). It is applied before masks, so
-// that NaN and infinities of keys that are not seen vanish.
+// where y is the score, or with a soft cap tanh(kCapUnit * score * to_cap). It is applied before
+// masks, so that NaN and infinities of keys that are not seen vanish.
 struct LogitTransform {
   float multiplier;  // > 0
   float gain;
@@ -87,8 +91,8 @@ struct LogitTransform {
     if (params.soft_cap > 0.f) {
       // Infinities that finite factors do not have would make NaN of zero scores.
       const float cap = fminf(params.soft_cap, kMaxFloat / kLog2e);
-      const float to_cap = scale / cap;
-      const float bounded = clamp_magnitude(to_cap, kMaxFloat / 2.f);
+      const float to_cap = scale / cap * (1.f / kCapUnit);
+      const float bounded = clamp_magnitude(to_cap, kMaxFloat);
       transform = {cap * kLog2e, 1.f,  fabsf(scale) <= kMaxFloat ? bounded : to_cap,
                    0.f,          true, false};
     }
@@ -105,6 +109,16 @@ struct LogitTransform {
   }
 };
 
+PREFILL_HOST_DEVICE float exp2_approx(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
 PREFILL_HOST_DEVICE float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float y;
@@ -115,24 +129,25 @@ PREFILL_HOST_DEVICE float reciprocal(float x) {
 #endif
 }
 
-// tanh(x / 2) for |x| < 2, relatively right to 2^-16.9 and more so the smaller x, without a
+// tanh(kCapUnit x) for |x| < 2, relatively right to 2^-16.2 and more so the smaller x, without a
 // division. `zero` is one for whoever needs the result to wait for something.
-PREFILL_HOST_DEVICE float tanh_half_below_2(float x, float zero = 0.f) {
+PREFILL_HOST_DEVICE float tanh_of_small(float x, float zero = 0.f) {
   const float z = fmaf(x, x, zero);
-  const float quotient =
-      fmaf(fmaf(fmaf(1.806309e-5f, z, -3.5384725e-4f), z, 4.0850528e-3f), z, -4.163466e-2f);
-  return x * fmaf(quotient, z, 0.5f);
+  const float quotient = fmaf(fmaf(-3.7608494e-5f, z, 9.4938546e-4f), z, -1.7553225e-2f);
+  return x * fmaf(quotient, z, kCapUnit);
 }
 
-// The same for any x, with the same bits below 2; from there right to 2^-20: x N(x^2) / D(x^2),
-// fitted to the least relative error up to where tanh is 1 within that.
-PREFILL_HOST_DEVICE float tanh_half(float x) {
-  if (fabsf(x) < 2.f) return tanh_half_below_2(x);
-  const float y = clamp_magnitude(0.5f * x, 8.25f);
+// The same for any x, with the same bits below 2; from there right to 2^-18.7: y N(y^2) / D(y^2),
+// fitted to the least relative error up to where tanh is 1 within that. 1 - 2 / (1 + exp(2y)) is
+// shorter: so much that ptxas makes a selection of the branch, for many x at a time, and spills.
+PREFILL_HOST_DEVICE float tanh_of(float x) {
+  if (fabsf(x) < 2.f) return tanh_of_small(x);
+  const float y = clamp_magnitude(kCapUnit * x, 7.89f);  // where the fit is 1
   const float z = y * y;
-  const float numerator = fmaf(fmaf(fmaf(1.1220753e-5f, z, 2.9323865e-3f), z, 0.12908623f), z, 1.f);
-  const float denominator = fmaf(
-      fmaf(fmaf(fmaf(2.3917963e-7f, z, 2.3599605e-4f), z, 2.3740168e-2f), z, 0.46241856f), z, 1.f);
+  const float numerator =
+      fmaf(fmaf(fmaf(3.3890071e-6f, z, 2.1536755e-3f), z, 0.12157924f), z, 0.99998168f);
+  const float denominator =
+      fmaf(fmaf(fmaf(1.2939762e-4f, z, 2.0482103e-2f), z, 0.45486752f), z, 1.f);
   return y * numerator * reciprocal(denominator);
 }
 

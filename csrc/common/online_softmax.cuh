@@ -4,13 +4,9 @@
 
 #include <cute/tensor.hpp>
 
-namespace prefill {
+#include "common/logits.cuh"
 
-CUTE_DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+namespace prefill {
 
 // The four threads of a quad hold one row's columns between them.
 CUTE_DEVICE float quad_max(float x) {

@@ -16,36 +16,35 @@ CUTE_DEVICE void scale_scores(Scores& scores, float factor) {
   for (int i = 0; i < cute::size(scores); ++i) scores(i) *= factor;
 }
 
-// Multiplies scores by 2 to_cap, as tanh_half takes them, and answers whether all of the warp's are
-// of those that it has a polynomial for: less than 2. NaN is not.
+// Scores in units of the cap; answers whether all of the warp's are small, less than 2. NaN is not.
 template <class Scores>
 CUTE_DEVICE bool scale_to_cap(Scores& scores, float to_cap) {
   using namespace cute;
   uint32_t bits[2] = {0, 0};  // chains that do not wait for each other
   CUTE_UNROLL
   for (int i = 0; i < size(scores); ++i) {
-    scores(i) *= 2.f * to_cap;
+    scores(i) *= to_cap;
     bits[i / 2 % 2] |= __float_as_uint(scores(i));
   }
   return !__any_sync(0xffffffffu, (bits[0] | bits[1]) >> 30 & 1);
 }
 
-// scores = tanh(scores / 2), small ones with the same bits whatever others there are.
+// The tanh of such scores. Small ones come out the same whatever others there are.
 template <class Scores>
-CUTE_DEVICE void tanh_half_scores(Scores& scores) {
+CUTE_DEVICE void tanh_scores(Scores& scores) {
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_half(scores(i));
+  for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_of(scores(i));
 }
 
-// scores = tanh(scores * to_cap). Most are small: a polynomial costs a third of what is right
-// everywhere, which a warp turns to as a whole.
+// What soft caps make of scores, less the cap as a factor. Most are small, with a polynomial that
+// costs a third of what is right everywhere.
 template <class Scores>
 CUTE_DEVICE void cap_scores(Scores& scores, float to_cap) {
   if (scale_to_cap(scores, to_cap)) {
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_half_below_2(scores(i));
+    for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_of_small(scores(i));
   } else {
-    tanh_half_scores(scores);
+    tanh_scores(scores);
   }
 }
 
@@ -77,9 +76,9 @@ CUTE_DEVICE void transform_scores(Scores& scores, Offsets const& offsets,
   }
 }
 
-// The anchored step of scores that scale_to_cap has found small. ptxas takes every polynomial's
-// first instruction forward, and is left with registers for one polynomial after the other. What
-// holds those of a batch back is a zero that comes of the weights two batches before.
+// The anchored step of scores that scale_to_cap has found small. ptxas takes the first instruction
+// of every tanh forward, and is left with registers for one tanh after the other. What holds those
+// of a batch back is a zero that comes of the weights two batches before.
 template <class Softmax, class Scores>
 CUTE_DEVICE void anchored_capped_step(Softmax& softmax, Scores& scores) {
   using namespace cute;
@@ -93,7 +92,7 @@ CUTE_DEVICE void anchored_capped_step(Softmax& softmax, Scores& scores) {
     for (int r = 0; r < Softmax::kRows; ++r) {
       CUTE_UNROLL
       for (int c = first; c < first + kBatch; ++c) {
-        const float capped = tanh_half_below_2(scores(r, c), zero);
+        const float capped = tanh_of_small(scores(r, c), zero);
         scores(r, c) = exp2_approx(fmaf(capped, softmax.multiplier, -softmax.anchor(r)));
         softmax.row_sum[r] += scores(r, c);
       }
@@ -128,7 +127,7 @@ CUTE_DEVICE void transform_and_weigh(Softmax& softmax, Scores& scores, Offsets c
       anchored_capped_step(softmax, scores);
       return;
     }
-    tanh_half_scores(scores);
+    tanh_scores(scores);
   }
   softmax.anchored_step(scores);
 }

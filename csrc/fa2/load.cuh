@@ -20,7 +20,11 @@ CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, T* tile) {
   const int thread_column = threadIdx.x % kChunks * kChunk;
   const typename Traits::template SmemLayout<kRows, kCols> layout;
   T* to = tile + layout(thread_row, thread_column);
-  const T* from = source.data + (first_row + thread_row) * source.row_stride + thread_column;
+  const T* from = source.data + thread_column;
+  // Holds the compiler to this order of sums: in another the column, in two registers, would be
+  // kept from load to load, and spill.
+  asm volatile("" : "+l"(from));
+  from += (first_row + thread_row) * source.row_stride;
   CUTE_UNROLL
   for (int row = 0; row < kRows; row += kRowStep) {
     const bool row_exists = first_row + thread_row + row < source.num_rows;
