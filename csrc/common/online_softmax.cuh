@@ -30,10 +30,9 @@ struct OnlineSoftmax {
   // and weights fit the 16-bit type. From this bound on the unrounded product takes its place.
   static constexpr float kSteep = 4096.f;  // below it errors stay within 2^-12, less than fp16's
 
-  float multiplier;        // > 0: logits in base-2 units are scores times this
-  Row row_max;             // of the scores seen; -inf when none
-  Row row_sum;             // this thread's share, relative to row_max
-  bool was_steep = false;  // in the last step, for any row of this thread
+  float multiplier;  // > 0: logits in base-2 units are scores times this
+  Row row_max;       // of the scores seen; -inf when none
+  Row row_sum;       // this thread's share, relative to row_max
 
   CUTE_DEVICE explicit OnlineSoftmax(float multiplier_) : multiplier(multiplier_) {
     CUTE_UNROLL
@@ -61,10 +60,10 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       previous[r] = raise_max(r, scores);
       offset[r] = rounded_logit(row_max[r]);
-      steep = steep || is_steep(offset[r]);
+      steep = steep || is_steep(offset[r]) || is_steep(rounded_logit(previous[r]));
     }
     float slope = multiplier;
-    if (steep || was_steep) {  // rare
+    if (steep) {  // rare
       slope = 1.f;
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -82,7 +81,6 @@ struct OnlineSoftmax {
         factor[r] = exp2_approx(__fmul_rn(previous[r], multiplier) - offset[r]);
       }
     }
-    was_steep = steep;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_sum[r] *= factor[r];
