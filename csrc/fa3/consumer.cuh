@@ -246,12 +246,12 @@ struct Consumer {
       Softmax softmax(1.f);
       while (next_rows()) {
         const int count = rows().order.count;
-        int num_general = 1;
+        int num_first = 1;
         int step = 0;
         // The first step also ends the row tile before. Where there is none, its second product
         // multiplies what happens to be in registers and shared memory, and the next overwrites the
         // result: ptxas serialises products that are under a condition.
-        for (; step < num_general; ++step) {
+        for (; step < num_first; ++step) {
           const bool has_previous = previous_rows().order.count > 0;
           const bool is_pending = step > 0 || has_previous;
           Tensor scores = new_scores();
@@ -262,7 +262,7 @@ struct Consumer {
           if (step == 0) {
             if (has_previous) normaliser = finish(previous_rows(), softmax);
             softmax = Softmax(rows().transform.multiplier);
-            num_general = rows().num_general;
+            num_first = rows().num_first;
           }
           finish_qk(scores, step + 1 == count);
           if constexpr (Traits::kIsGeneral) transform(score_rows, step);

@@ -126,10 +126,10 @@ struct Producer {
     // more.
     const int num_masked = max(order.num_masked, 1);
     // General kernels mask in exact steps too, which plain ones keep free of it.
-    const int num_general = Traits::kIsGeneral ? 1 : num_masked;
+    const int num_first = Traits::kIsGeneral ? 1 : num_masked;
     const int num_exact = is_careful ? order.count : min(num_masked + 1, order.count);
     return {work.round, tile.head,  work.first_row(), transform, sink,
-            v_scale,    is_careful, num_general,      num_exact, order};
+            v_scale,    is_careful, num_first,        num_exact, order};
   }
 
   // Tells each consumer of its rows, and loads Q for them where they see any key.
