@@ -130,9 +130,9 @@ PREFILL_HOST_DEVICE float reciprocal(float x) {
 }
 
 // tanh(kCapUnit x) for |x| < 2, relatively right to 2^-16.2 and more so the smaller x, without a
-// division. `zero` is one for whoever needs the result to wait for something.
-PREFILL_HOST_DEVICE float tanh_of_small(float x, float zero = 0.f) {
-  const float z = fmaf(x, x, zero);
+// division.
+PREFILL_HOST_DEVICE float tanh_of_small(float x) {
+  const float z = x * x;
   const float quotient = fmaf(fmaf(-3.7608494e-5f, z, 9.4938546e-4f), z, -1.7553225e-2f);
   return x * fmaf(quotient, z, kCapUnit);
 }
@@ -150,5 +150,29 @@ PREFILL_HOST_DEVICE float tanh_of(float x) {
       fmaf(fmaf(fmaf(1.2939762e-4f, z, 2.0482103e-2f), z, 0.45486752f), z, 1.f);
   return y * numerator * reciprocal(denominator);
 }
+
+// Capped logits of scores below a bound, the logits 0.43 of the cap: all factors in one polynomial,
+// tanh(y) = y (1 + a y^2 + b y^4) relatively right to 2^-16.2 and more so the smaller y.
+struct SmallCap {
+  float bound;  // 0 where the coefficients would leave float's range
+  float linear, cubic, quintic;
+
+  // Of transforms without ALiBi.
+  PREFILL_HOST_DEVICE static SmallCap of(const LogitTransform& transform) {
+    const float to_cap = transform.to_cap * kCapUnit;
+    const float squared = to_cap * to_cap;
+    const float linear = to_cap * transform.multiplier;
+    const bool in_range =
+        fabsf(to_cap) > 0x1p-20f && fabsf(to_cap) < 0x1p20f && fabsf(linear) < 0x1p40f;
+    return {in_range ? 0.43f / fabsf(to_cap) : 0.f, linear, linear * squared * -0.33261700f,
+            linear * (squared * squared) * 0.12050072f};
+  }
+
+  // The logit in base-2 units less `anchor`. `zero` is one for whoever needs the result to wait.
+  PREFILL_HOST_DEVICE float exponent(float score, float anchor, float zero = 0.f) const {
+    const float z = fmaf(score, score, zero);
+    return fmaf(score, fmaf(fmaf(quintic, z, cubic), z, linear), -anchor);
+  }
+};
 
 }  // namespace prefill

@@ -16,9 +16,11 @@ CUTE_DEVICE void scale_scores(Scores& scores, float factor) {
   for (int i = 0; i < cute::size(scores); ++i) scores(i) *= factor;
 }
 
-// Scores in units of the cap; answers whether all of the warp's are small, less than 2. NaN is not.
+// What soft caps make of scores, less the cap as a factor. Most are small, with a polynomial that
+// costs a third of what is right everywhere, which a warp turns to as a whole; small ones come out
+// the same either way.
 template <class Scores>
-CUTE_DEVICE bool scale_to_cap(Scores& scores, float to_cap) {
+CUTE_DEVICE void cap_scores(Scores& scores, float to_cap) {
   using namespace cute;
   uint32_t bits[2] = {0, 0};  // chains that do not wait for each other
   CUTE_UNROLL
@@ -26,25 +28,12 @@ CUTE_DEVICE bool scale_to_cap(Scores& scores, float to_cap) {
     scores(i) *= to_cap;
     bits[i / 2 % 2] |= __float_as_uint(scores(i));
   }
-  return !__any_sync(0xffffffffu, (bits[0] | bits[1]) >> 30 & 1);
-}
-
-// The tanh of such scores. Small ones come out the same whatever others there are.
-template <class Scores>
-CUTE_DEVICE void tanh_scores(Scores& scores) {
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_of(scores(i));
-}
-
-// What soft caps make of scores, less the cap as a factor. Most are small, with a polynomial that
-// costs a third of what is right everywhere.
-template <class Scores>
-CUTE_DEVICE void cap_scores(Scores& scores, float to_cap) {
-  if (scale_to_cap(scores, to_cap)) {
+  if (__any_sync(0xffffffffu, (bits[0] | bits[1]) >> 30 & 1)) {  // 2 or more, or NaN
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) scores(i) = tanh_of_small(scores(i));
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of(scores(i));
   } else {
-    tanh_scores(scores);
+    CUTE_UNROLL
+    for (int i = 0; i < size(scores); ++i) scores(i) = tanh_of_small(scores(i));
   }
 }
 
@@ -76,11 +65,22 @@ CUTE_DEVICE void transform_scores(Scores& scores, Offsets const& offsets,
   }
 }
 
-// The anchored step of scores that scale_to_cap has found small. ptxas takes the first instruction
-// of every tanh forward, and is left with registers for one tanh after the other. What holds those
-// of a batch back is a zero that comes of the weights two batches before.
+// Whether all of the warp's scores are below `bound`; NaN counts as below.
+template <class Scores>
+CUTE_DEVICE bool all_below(Scores const& scores, float bound) {
+  using namespace cute;
+  float largest[4] = {0.f, 0.f, 0.f, 0.f};  // chains that do not wait for each other
+  CUTE_UNROLL
+  for (int i = 0; i < size(scores); ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(scores(i)));
+  const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  return __all_sync(0xffffffffu, all < bound);
+}
+
+// The anchored step of scores below the cap's bound. ptxas takes the first instruction of every
+// polynomial forward, and is left with registers for one after the other. What holds those of a
+// batch back is a zero that comes of the weights two batches before.
 template <class Softmax, class Scores>
-CUTE_DEVICE void anchored_capped_step(Softmax& softmax, Scores& scores) {
+CUTE_DEVICE void anchored_capped_step(Softmax& softmax, Scores& scores, SmallCap const& cap) {
   using namespace cute;
   constexpr int kBatch = 4;
   constexpr int kColumns = decltype(size<1>(scores))::value;
@@ -92,8 +92,7 @@ CUTE_DEVICE void anchored_capped_step(Softmax& softmax, Scores& scores) {
     for (int r = 0; r < Softmax::kRows; ++r) {
       CUTE_UNROLL
       for (int c = first; c < first + kBatch; ++c) {
-        const float capped = tanh_of_small(scores(r, c), zero);
-        scores(r, c) = exp2_approx(fmaf(capped, softmax.multiplier, -softmax.anchor(r)));
+        scores(r, c) = exp2_approx(cap.exponent(scores(r, c), softmax.anchor(r), zero));
         softmax.row_sum[r] += scores(r, c);
       }
       zero = next_zero;
@@ -123,11 +122,12 @@ CUTE_DEVICE void transform_and_weigh(Softmax& softmax, Scores& scores, Offsets c
     return;
   }
   if (transform.is_capped) {
-    if (scale_to_cap(scores, transform.to_cap)) {
-      anchored_capped_step(softmax, scores);
+    const SmallCap cap = SmallCap::of(transform);
+    if (all_below(scores, cap.bound)) {
+      anchored_capped_step(softmax, scores, cap);
       return;
     }
-    tanh_scores(scores);
+    cap_scores(scores, transform.to_cap);
   }
   softmax.anchored_step(scores);
 }

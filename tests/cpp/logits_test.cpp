@@ -12,6 +12,7 @@ using prefill::LogitScale;
 using prefill::LogitTransform;
 using prefill::PerHead;
 using prefill::PrefillParams;
+using prefill::SmallCap;
 
 constexpr double kLog2e = 1.4426950408889634;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -168,12 +169,40 @@ void check_tanh(Tanh tanh, float limit, double tolerance) {
 
 void check_tanhs() {
   check_tanh(prefill::tanh_of, 40.f, 0x1.bcp-17);
-  check_tanh([](float x) { return prefill::tanh_of_small(x); }, 2.f, 0x1.bcp-17);
+  check_tanh(prefill::tanh_of_small, 2.f, 0x1.bcp-17);
   for (float large : {40.f, 1e30f, kInfinity}) {
     CHECK_NEAR(prefill::tanh_of(large), 1., 0x1p-20, large);
     CHECK_NEAR(prefill::tanh_of(-large), -1., 0x1p-20, large);
   }
   CHECK(std::isnan(prefill::tanh_of(kNan)));
+}
+
+// Below its bound the short form of a cap is right to 2^-16.2 and a rounding of the anchor; where
+// its coefficients would leave float's range nothing is below.
+void check_small_caps() {
+  for (float scale : {0.125f, -0.125f, 1.f, 1e-10f, 1e10f}) {
+    for (float cap : {1e-3f, 1.f, 30.f, 1e6f, 1e30f}) {
+      PrefillParams params{};
+      params.sm_scale = scale;
+      params.soft_cap = cap;
+      const SmallCap small = SmallCap::of(LogitTransform::of(params, 0, 0));
+      const double ratio = std::abs(double{scale} / cap);
+      const bool in_range = ratio > 0x1p-20 && ratio < 0x1p20 && std::abs(scale) < 0x1p39;
+      CHECK_EQ(small.bound > 0.f, in_range, "scale " << scale << ", cap " << cap);
+      if (!in_range) continue;
+      CHECK_NEAR(double{small.bound} * ratio, 0.43, 1e-6, "scale " << scale << ", cap " << cap);
+      for (int i = -1000; i <= 1000; ++i) {
+        const float score = static_cast<float>(i) / 1000.f * small.bound;
+        const double expected = cap * std::tanh(double{score} * scale / cap) * double{kLog2e};
+        CHECK_NEAR(small.exponent(score, 0.f), expected, 0x1.bcp-17 * std::abs(expected),
+                   "scale " << scale << ", cap " << cap << ", score " << score);
+        CHECK_EQ(small.exponent(score, 3.f, 0.f), small.exponent(score, 3.f), score);
+      }
+    }
+  }
+  PrefillParams params{};  // a scale of 0
+  params.soft_cap = 30.f;
+  CHECK_EQ(SmallCap::of(LogitTransform::of(params, 0, 0)).bound, 0.f);
 }
 
 // The rule for the heads of powers of two, and that others interleave with twice as many.
@@ -209,6 +238,7 @@ int main() {
   check_transforms();
   check_extreme_caps();
   check_tanhs();
+  check_small_caps();
   check_slopes();
   check_sinks();
   return prefill::test::result();
