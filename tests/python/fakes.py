@@ -141,7 +141,7 @@ def stub_kernel() -> StubKernel:
     global _current
     _current = StubKernel()
     if not _libraries:
-        fragment = torch.library.Library("prefill", "FRAGMENT")
+        fragment: Any = torch.library.Library("prefill", "FRAGMENT")  # type: ignore[no-untyped-call]
         if not hasattr(torch.ops.prefill, "attention"):
             fragment.define("attention" + ops._SIGNATURE)
         fragment.impl("attention", _dispatch, "CPU")
@@ -159,7 +159,7 @@ def pretend(
     """Take CPU tensors for tensors on `device`, and the full build for the one that is loaded."""
     chosen = cuda(9, 0) if device is None else device
 
-    @torch.compiler.assume_constant_result
+    @support.constant_under_compile
     def device_info(_: torch.device) -> DeviceInfo:
         return chosen
 

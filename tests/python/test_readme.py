@@ -1,14 +1,18 @@
-"""What the README says of the kernels is what the full build says of itself."""
+"""What the README and docs/backends.md say of the kernels is what the full build says of itself."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import prefill
+from fakes import library
 from prefill import support
+from prefill.backends import PRIORITY, NativeBackend
+from support_table import FEATURES, PAGE, auto_table, marked, support_table, tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,10 +43,44 @@ def test_kernel_table() -> None:
     build = support.native().build
     if build is None or len(build.kernels) < listed_kernels():
         pytest.skip("a trimmed build, or one without kernels")
-    readme = (ROOT / "README.md").read_text()
-    match = re.search(r"<!-- kernels: begin -->\n(.*)\n<!-- kernels: end -->", readme, re.DOTALL)
+    match = marked("kernels").search((ROOT / "README.md").read_text())
     assert match is not None
-    assert match[1] == kernel_table(build)
+    assert match[1] == kernel_table(build) + "\n"
+
+
+@pytest.mark.parametrize("name", ["auto", "devices", "support"])
+@pytest.mark.parametrize("which", ["full", "loaded"])
+def test_backends_page(which: str, name: str) -> None:
+    """To write it again: python tests/python/support_table.py."""
+    native = library() if which == "full" else support.native()
+    if native.build is None or len(native.build.kernels) < listed_kernels():
+        pytest.skip("a trimmed build, or one without kernels")
+    match = marked(name).search(PAGE.read_text())
+    assert match is not None
+    assert match[1] == tables(native)[name] + "\n", "python tests/python/support_table.py"
+
+
+def test_support_table_has_every_argument_and_no_empty_cell() -> None:
+    named = {each for feature in FEATURES for each in feature.arguments.split(", ")}
+    signature = inspect.signature(prefill.single_prefill_with_kv_cache)
+    assert named - {"together"} == set(signature.parameters) - {"backend"}
+    rows = support_table(library()).splitlines()[2:]
+    assert len(rows) == len(FEATURES)
+    for row in rows:
+        cells = row.strip("| ").split(" | ")[2:5]
+        assert len(cells) == 3
+        assert all(re.match(r"yes$|yes, copies \w|no: \w", cell) for cell in cells), row
+        assert cells[2] == "yes"
+
+
+def test_auto_table_is_the_order_of_backends() -> None:
+    rows = re.findall(r"^\| (\d+) +\| (\w+)", auto_table(), re.MULTILINE)
+    assert rows == [(str(number), backend.name) for number, backend in enumerate(PRIORITY, 1)]
+
+
+def test_support_table_follows_the_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeBackend, "unsupported_reasons", lambda *_: ["it is off today"])
+    assert support_table(library()).count("no: it is off today") == 2 * len(FEATURES)
 
 
 def test_version_stands_in_one_place() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import normal
 from torch import Tensor
 
+from exactness import normal
 from prefill import explain, single_prefill_with_kv_cache, support
 
 HEADS, KV_HEADS, D = 8, 2, 128

@@ -1,17 +1,16 @@
-"""Custom masks, soft caps, ALiBi and sinks: each alone, then a set that covers every pair."""
+"""Custom masks, soft caps, ALiBi and sinks, each alone; `test_combinations` has them together."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
-from exactness import LOG2_E, Ledger, expect, guarded, normal, poisoned, visible
 from torch import Tensor
 
+from cases import per_head, random_mask
+from exactness import LOG2_E, Ledger, expect, guarded, normal, visible
 from prefill import explain, packbits, single_prefill_with_kv_cache
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -36,20 +35,6 @@ def inputs(
         normal(kv_len, heads[1], head_dims[0], dtype=dtype, seed=1),
         normal(kv_len, heads[1], head_dims[1], dtype=dtype, seed=2),
     )
-
-
-def per_head(heads: int, low: float, high: float) -> Tensor:
-    return torch.linspace(low, high, heads, device="cuda")
-
-
-def random_mask(qo_len: int, kv_len: int, share: float = 0.5) -> Tensor:
-    """Every fifth row shows nothing, every seventh all, every third no key of the first half."""
-    generator = torch.Generator("cuda").manual_seed(qo_len * 10007 + kv_len)
-    keep = torch.rand(qo_len, kv_len, generator=generator, device="cuda") < share
-    row, key = torch.arange(qo_len, device="cuda"), torch.arange(kv_len, device="cuda")
-    keep |= (row % 7 == 3)[:, None]
-    keep &= ~((row % 3 == 1)[:, None] & (key < kv_len // 2))
-    return keep & (row % 5 != 2)[:, None]
 
 
 def compare(ledger: Ledger, label: str, backend: str, *tensors: Tensor, **arguments: Any) -> None:
@@ -327,102 +312,6 @@ def test_sinks_beside_steep_and_anchored_rows(backend: str, dtype: torch.dtype) 
             compare(ledger, label, backend, q, k, v, sinks=sinks, sm_scale=1.0)
             compare(ledger, f"{label}, causal", backend, q, k, v, sinks=sinks, causal=True)
     ledger.finish()
-
-
-VALUES: dict[str, tuple[Any, ...]] = {
-    "band": ("full", "causal", "mask", "packed"),
-    "window": (-1, 0, 45, 300),
-    "cap": (None, 3.0),
-    "alibi": ("none", "rule", "given"),
-    "sinks": (False, True),
-    "layout": ("NHD", "HND", "poisoned"),
-    "heads": ((2, 2), (6, 2), (7, 1)),
-    "lengths": ((1, 257), (131, 131), (70, 517), (333, 90)),
-    "scale": (None, -0.2, "per head"),
-    "head_dims": ((64, 64), (128, 128), (192, 128), (256, 256), (72, 40)),
-    "dtype": DTYPES,
-    "lse_base": ("2", "e"),
-}
-
-
-def covering_set() -> list[dict[str, Any]]:
-    """Cases that hold every pair of values of every two arguments; greedy, the same each time."""
-    choice = random.Random(0)
-    names = list(VALUES)
-    sizes = {name: len(VALUES[name]) for name in names}
-    left = {
-        (one, i, other, j)
-        for one, other in itertools.combinations(names, 2)
-        for i in range(sizes[one])
-        for j in range(sizes[other])
-    }
-
-    def pairs(case: dict[str, int]) -> set[tuple[str, int, str, int]]:
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}
-
-    cases = []
-    while left:
-        one, i, other, j = min(left)
-        best: dict[str, int] = {}
-        for _ in range(40):
-            case = {name: choice.randrange(sizes[name]) for name in names} | {one: i, other: j}
-            if not best or len(pairs(case) & left) > len(pairs(best) & left):
-                best = case
-        left -= pairs(best)
-        cases.append({name: VALUES[name][index] for name, index in best.items()})
-    return cases
-
-
-CASES = covering_set()
-
-
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_every_pair(backend: str, number: int) -> None:
-    case = CASES[number]
-    qo_len, kv_len = case["lengths"]
-    heads, kv_heads = case["heads"]
-    q, k, v = inputs(qo_len, kv_len, case["head_dims"], case["dtype"], case["heads"])
-    arguments: dict[str, Any] = {
-        "window_left": case["window"],
-        "logits_soft_cap": case["cap"],
-        "lse_base": case["lse_base"],
-        "sinks": per_head(heads, -1.0, 4.0) if case["sinks"] else None,
-    }
-    if case["band"] == "causal":
-        arguments["causal"] = True
-    elif case["band"] != "full":
-        arguments["custom_mask"] = random_mask(qo_len, kv_len)
-    if case["alibi"] != "none":
-        slopes = per_head(heads, -0.1, 0.3) if case["alibi"] == "given" else None
-        arguments |= {"pos_encoding_mode": "ALIBI", "alibi_slopes": slopes}
-    if case["scale"] == "per head":
-        arguments |= {
-            "scale_q": per_head(heads, 0.5, -1.5),
-            "scale_k": per_head(kv_heads, 0.5, 1.0),
-            "scale_v": per_head(kv_heads, 0.5, 2.0),
-        }
-    else:
-        arguments["sm_scale"] = case["scale"]
-    expected = expect(q, k, v, **arguments)
-
-    if case["band"] == "packed":
-        mask = arguments.pop("custom_mask")
-        arguments["packed_custom_mask"] = packbits(mask, bitorder="little")
-    if case["layout"] == "poisoned":
-        q, k, v = (poisoned(x) for x in (q, k, v))
-    elif case["layout"] == "HND":
-        k, v = (x.transpose(0, 1).contiguous() for x in (k, v))
-        arguments["kv_layout"] = "HND"
-    buffer, out = guarded(qo_len, heads, case["head_dims"][1], dtype=case["dtype"])
-    _, lse = run(q, k, v, backend=backend, out=out, **arguments)
-    ledger = Ledger()
-    ledger.result(str(case), out, lse, expected)
-    ledger.none("written outside", ~buffer[:16].isnan())
-    ledger.none("written outside", ~buffer[16 + qo_len :].isnan())
-    ledger.finish()
-    again, again_lse = run(q, k, v, backend=backend, **arguments)
-    assert torch.equal(out, again)
-    assert torch.equal(lse, again_lse)
 
 
 def test_masks_past_2_to_the_31_bits(backend: str) -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from exactness import Ledger, expect, normal
 
+from exactness import Ledger, expect, normal
 from prefill import single_prefill_with_kv_cache
 
 LAST = 300

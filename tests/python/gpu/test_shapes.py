@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import Ledger, expect, guarded, normal, poisoned
 from torch import Tensor
 
+from exactness import Ledger, expect, guarded, normal, poisoned
+from layouts import COPIED, IN_PLACE, relaid
 from prefill import explain, single_prefill_with_kv_cache
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -112,45 +113,6 @@ def test_many_heads(backend: str, heads: tuple[int, int]) -> None:
     ledger = Ledger()
     ledger.result(f"{heads}", out, lse, expect(q, k, v, causal=True))
     ledger.finish()
-
-
-def relaid(tensor: Tensor, layout: str) -> Tensor:
-    """The same [length, heads, head_dim] values at other addresses."""
-    length, heads, head_dim = tensor.shape
-    dtype, nan = tensor.dtype, math.nan
-
-    def within(shape: tuple[int, ...], index: tuple[Any, ...]) -> Tensor:
-        buffer = torch.full(shape, nan, dtype=dtype, device="cuda")
-        buffer[index] = tensor
-        return buffer[index]
-
-    everything = slice(None)
-    if layout == "heads first":
-        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "fused":
-        return within((length, heads + 5, head_dim), (everything, slice(2, 2 + heads)))
-    if layout == "rows apart":
-        return within((3 * length, heads, head_dim), (slice(0, 3 * length, 3),))
-    if layout == "wide heads":
-        return within((length, heads, head_dim + 24), (..., slice(8, 8 + head_dim)))
-    if layout == "in a cache of heads first":
-        values = tensor.transpose(0, 1)
-        buffer = torch.full((heads + 1, length + 77, head_dim), nan, dtype=dtype, device="cuda")
-        buffer[1:, 40 : 40 + length] = values
-        return buffer[1:, 40 : 40 + length].transpose(0, 1)
-    if layout == "odd strides":
-        return within((length, heads, head_dim + 1), (..., slice(0, head_dim)))
-    if layout == "odd address":
-        flat = torch.full((tensor.numel() + 3,), nan, dtype=dtype, device="cuda")[3:]
-        return flat.view(tensor.shape).copy_(tensor)
-    if layout == "last dim apart":
-        return within((length, heads, 2 * head_dim), (..., slice(0, 2 * head_dim, 2)))
-    assert layout == "last dim first"
-    return tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-
-
-IN_PLACE = ["heads first", "fused", "rows apart", "wide heads", "in a cache of heads first"]
-COPIED = ["odd strides", "odd address", "last dim apart", "last dim first"]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import Expected, Ledger, expect, guarded, normal, poisoned
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from exactness import Expected, Ledger, expect, guarded, normal, poisoned
 from prefill import single_prefill_with_kv_cache
 from prefill.bench.contenders import attempt, available
 from prefill.data import load_real_activations

@@ -3,9 +3,9 @@
 The truth is computed in float64. A kernel may be off by
 
 1. elementwise, what arithmetic in 16 bits costs at worst: with u half the dtype's epsilon, the
-   weights round to 16 bits (u * sum_j p_j |v_j|) and so does the output (u * |out|); in float16
-   weights under 2^-14 are subnormal and lose up to 2^-25 each; a logit of size m, computed in
-   float32, is off by some 2^-21 * m, and a weight relatively by twice that;
+   weights round to 16 bits (u * sum_j p_j |v_j|) and the output to its dtype (u * |out|); in
+   float16 weights under 2^-14 are subnormal and lose up to 2^-25 each; a logit of size m, computed
+   in float32, is off by some 2^-21 * m, and a weight relatively by twice that;
 2. and, over all elements of one result, twice the largest error of the plain computation: logits
    and softmax in float32, weights rounded to 16 bits, the product with v accumulated in float32,
    the output rounded. That is far less than 1 for long rows, whose roundings average out. For few
@@ -13,6 +13,11 @@ The truth is computed in float64. A kernel may be off by
    quarter of the output's own rounding is allowed on top.
 
 With a sink all weights of a row may be small: those that float32 flushes count 2^-126.
+
+With "ROPE_LLAMA" q and k round to q's dtype once rotated. Where float32 leaves open which of two
+neighbours that gives, the logits may drift by the difference, and out and LSE with them.
+
+A row that sees a NaN key has NaN for output and LSE, and no other row has.
 
 The LSE comes from float32 sums of float32 exponentials: log2 of those is right to about 1e-6, plus
 the logits' own 2^-21 of their size; 1e-3 * (1 + 2^-10 * |lse|) is well above both and well below
@@ -28,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefill.request import FP8_DTYPES
+
 ENOUGH = 2048
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -41,11 +48,20 @@ class Expected:
     plain_error: Tensor
     worst: Tensor
     unit: float
+    """Half the epsilon of the output's dtype."""
+    drift: tuple[Tensor, Tensor] | None = None
+    """Of out and of LSE, where roundings of rotated inputs are open."""
 
     def last_rows(self, count: int) -> Expected:
         cut = slice(self.out.shape[0] - count, None)
-        parts = (self.out, self.lse, self.plain_error, self.worst)
-        return Expected(*(part[cut] for part in parts), self.unit)
+        return Expected(
+            self.out[cut],
+            self.lse[cut],
+            self.plain_error[cut],
+            self.worst[cut],
+            self.unit,
+            None if self.drift is None else (self.drift[0][cut], self.drift[1][cut]),
+        )
 
 
 @dataclass
@@ -69,20 +85,29 @@ class Ledger:
 
     def result(self, label: str, out: Tensor, lse: Tensor | None, expected: Expected) -> None:
         """`out` and `lse` are what `expected` allows."""
-        error = (out.double() - expected.out).abs()
-        self.at_most(f"{label}: out beyond 16-bit arithmetic", (error - expected.worst).amax(), 0.0)
+        nan = expected.out.isnan()
+        self.none(f"{label}: NaN in out", out.isnan() != nan)
+        error = (out.double() - expected.out).abs().masked_fill(nan, 0.0)
+        beyond = (error - expected.worst).masked_fill(nan, 0.0)
+        self.at_most(f"{label}: out beyond 16-bit arithmetic", beyond.amax(), 0.0)
         if out.numel() >= ENOUGH:
-            floor = expected.unit / 4 * expected.out.abs().amax()
-            bound = 2 * expected.plain_error.amax() + floor
+            floor = expected.unit / 4 * expected.out.masked_fill(nan, 0.0).abs().amax()
+            bound = 2 * expected.plain_error.masked_fill(nan, 0.0).amax() + floor
+            if expected.drift is not None:
+                error = (error - expected.drift[0]).masked_fill(nan, 0.0)
             self.at_most(f"{label}: out against twice the plain error", error.amax(), bound)
         if lse is None:
             return
+        nan = expected.lse.isnan()
+        self.none(f"{label}: NaN in LSE", lse.isnan() != nan)
         empty = expected.lse == -math.inf
         self.none(f"{label}: rows without keys, LSE", (lse == -math.inf) != empty)
         self.none(f"{label}: rows without keys, out", (out != 0) & empty[..., None])
-        difference = torch.where(empty, 0.0, lse.double() - expected.lse).abs()
         allowed = 1e-3 * (1 + expected.lse.abs() * 2.0**-10)
-        self.at_most(f"{label}: LSE", torch.where(empty, 0.0, difference / allowed).amax(), 1.0)
+        if expected.drift is not None:
+            allowed = allowed + expected.drift[1]
+        ratio = (lse.double() - expected.lse).abs() / allowed
+        self.at_most(f"{label}: LSE", ratio.masked_fill(empty | nan, 0.0).amax(), 1.0)
 
     def finish(self) -> None:
         values, bounds = torch.stack(self.values).cpu(), torch.stack(self.bounds).cpu()
@@ -120,6 +145,34 @@ def slopes_by_rule(heads: int, device: torch.device) -> Tensor:
     return torch.tensor([2.0**exponent for exponent in exponents], device=device)
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 values of `dtype`; past the range of a float8 its largest."""
+    if dtype in FP8_DTYPES:
+        largest = torch.finfo(dtype).max
+        x = x.clamp(-largest, largest)
+    return x.to(dtype).double()
+
+
+def rotated(
+    x: Tensor, first: int, scale: float, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """float64 [length, heads, head_dim]: values of `dtype`, and how far others may be from them.
+
+    2^-20 is float32's error in sine, cosine, two products and their sum, with room.
+    """
+    length, _, head_dim = x.shape
+    position = torch.arange(first, first + length, device=x.device).double() / scale
+    frequency = theta ** (torch.arange(0, head_dim, 2, device=x.device).double() / -head_dim)
+    angle = (position[:, None] * frequency)[:, None]
+    one, two = x.double().chunk(2, -1)
+    exact = torch.cat(
+        (one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()), -1
+    )
+    error = 2.0**-20 * (one.abs() + two.abs()).repeat(1, 1, 2)
+    spread = rounded(exact + error, dtype) - rounded(exact - error, dtype)
+    return rounded(exact, dtype), spread
+
+
 def expect(
     q: Tensor,
     k: Tensor,
@@ -130,6 +183,8 @@ def expect(
     custom_mask: Tensor | None = None,
     logits_soft_cap: float | None = None,
     pos_encoding_mode: str = "NONE",
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     lse_base: str = "2",
@@ -137,17 +192,25 @@ def expect(
     scale_q: Any = None,
     scale_k: Any = None,
     scale_v: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    o_dtype: torch.dtype | None = None,
 ) -> Expected:
     """The truth for NHD tensors, and the plain computation's error."""
     heads, kv_heads = q.shape[1], k.shape[1]
+    kind_of_weights = torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
+    o_dtype = kind_of_weights if o_dtype is None else o_dtype
     group = heads // kv_heads
     device = q.device
     scale = (
         (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
         * _per_head(scale_q, heads, 1, device)
         * _per_head(scale_k, kv_heads, group, device)
+        * _per_head(k_scale, heads, 1, device)
     )
-    v_scale = _per_head(scale_v, kv_heads, group, device)
+    values_scale = _per_head(scale_v, kv_heads, group, device) * _per_head(
+        v_scale, heads, 1, device
+    )
     seen = visible(q.shape[0], k.shape[0], causal, window_left, device)
     if custom_mask is not None:
         seen &= custom_mask
@@ -159,8 +222,17 @@ def expect(
         bias = slopes.double()[:, None, None] * distance
     sink = torch.full((heads,), -math.inf, device=device) if sinks is None else sinks
     sink = sink.double()[:, None, None].expand(heads, q.shape[0], 1)
-    queries = q.transpose(0, 1)
-    keys, values = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+    spreads: tuple[Tensor, Tensor] | None = None
+    if pos_encoding_mode == "ROPE_LLAMA":
+        turn = (rope_scale or 1.0, rope_theta or 1e4, q.dtype)
+        first = k.shape[0] - q.shape[0]
+        (q, q_spread), (k, k_spread) = rotated(q, first, *turn), rotated(k, 0, *turn)
+        spreads = q_spread, k_spread
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0)
+
+    queries, keys, values = by_head(q), by_head(k), by_head(v)
 
     def computed(kind: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = queries.to(kind) @ keys.to(kind).transpose(1, 2) * scale.to(kind)
@@ -168,10 +240,11 @@ def expect(
             logits = torch.tanh(logits / logits_soft_cap) * logits_soft_cap
         logits = (logits + bias.to(kind)).masked_fill(~seen, -math.inf)
         logits = torch.cat((logits, sink.to(kind)), -1)
-        return logits, torch.softmax(logits, -1)[..., :-1].nan_to_num(0.0)
+        empty = (logits == -math.inf).all(-1, keepdim=True)
+        return logits, torch.softmax(logits, -1)[..., :-1].masked_fill(empty, 0.0)
 
     def product(weights: Tensor, kind: torch.dtype) -> Tensor:
-        return (weights.to(kind) @ values.to(kind) * v_scale.to(kind)).transpose(0, 1)
+        return (weights.to(kind) @ values.to(kind) * values_scale.to(kind)).transpose(0, 1)
 
     logits, weights = computed(torch.float64)
     out = product(weights, torch.float64)
@@ -179,29 +252,37 @@ def expect(
     if lse_base == "2":
         lse = lse * LOG2_E
     _, plain_weights = computed(torch.float32)
-    plain = product(plain_weights.to(q.dtype), torch.float32).to(q.dtype)
+    plain = product(plain_weights.to(kind_of_weights), torch.float32).to(o_dtype)
 
-    unit = torch.finfo(q.dtype).eps / 2
-    size = (weights @ values.double().abs() * v_scale.abs()).transpose(0, 1)
+    unit, o_unit = (torch.finfo(dtype).eps / 2 for dtype in (kind_of_weights, o_dtype))
+    size = (weights @ values.double().abs() * values_scale.abs()).transpose(0, 1)
     counts = torch.cat((seen.expand(heads, -1, -1), sink > -math.inf), -1)
     largest = logits.masked_fill(~counts, 0.0).abs().amax(-1).transpose(0, 1)[..., None]
-    worst = 1.01 * unit * (size + out.abs()) + (2.0**-20 * largest + 2.0**-18) * size
-    if q.dtype == torch.float16:
-        subnormal = (
-            2.0**-25 * k.shape[0] * values.double().abs().amax((1, 2)) * v_scale.abs()[:, 0, 0]
-        )
-        worst = worst + subnormal[None, :, None] + 2.0**-25
+    worst = 1.01 * (unit * size + o_unit * out.abs()) + (2.0**-20 * largest + 2.0**-18) * size
+    value_sum = k.shape[0] * values.double().abs().amax((1, 2)) * values_scale.abs()[:, 0, 0]
+    if kind_of_weights == torch.float16:
+        worst = worst + 2.0**-25 * value_sum[None, :, None]
+    if o_dtype == torch.float16:
+        worst = worst + 2.0**-25
     if sinks is not None:
-        flushed = values.double().abs().amax((1, 2)) * v_scale.abs()[:, 0, 0] * k.shape[0]
-        worst = worst + 2.0**-126 * flushed[None, :, None]
+        worst = worst + 2.0**-126 * value_sum[None, :, None]
+    drift = None
+    if spreads is not None:
+        q_spread, k_spread = (by_head(x) for x in spreads)
+        open_part = q_spread @ keys.abs().transpose(1, 2)
+        open_part += (queries.abs() + q_spread) @ k_spread.transpose(1, 2)
+        by_row = (open_part * scale.abs()).masked_fill(~seen, 0.0).amax(-1).transpose(0, 1)
+        # Weights change by at most exp(2 * by_row).
+        drift = torch.expm1(2 * by_row)[..., None] * size, by_row * LOG2_E
+        worst = worst + drift[0]
     if custom_mask is not None or sinks is not None:  # rows without keys are exactly zero
         worst = torch.where(seen.any(-1)[:, None, None], worst, 0.0)
-    return Expected(out, lse, (plain.double() - out).abs(), worst, unit)
+    return Expected(out, lse, (plain.double() - out).abs(), worst, o_unit, drift)
 
 
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed * 7919 + math.prod(shape))
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0, device: str = "cuda") -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed * 7919 + math.prod(shape))
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
 def guarded(*shape: int, dtype: torch.dtype, rows: int = 16) -> tuple[Tensor, Tensor]:
