@@ -12,6 +12,10 @@ The truth is computed in float64. A kernel may be off by
    elements the largest error is a matter of luck, so this holds from `ENOUGH` elements on, and a
    quarter of the output's own rounding is allowed on top.
 
+Rotated q and k are rounded to 16 bits. A kernel rotates in float32, off by 2^-22 of the size of a
+pair: of a few thousand values one lies so near the middle of two neighbours that it may become the
+other one. What these few could move is allowed for.
+
 With a sink all weights of a row may be small: those that float32 flushes count 2^-126.
 
 The LSE comes from float32 sums of float32 exponentials: log2 of those is right to about 1e-6, plus
@@ -40,11 +44,12 @@ class Expected:
     lse: Tensor
     plain_error: Tensor
     worst: Tensor
+    lse_moved: Tensor
     unit: float
 
     def last_rows(self, count: int) -> Expected:
         cut = slice(self.out.shape[0] - count, None)
-        parts = (self.out, self.lse, self.plain_error, self.worst)
+        parts = (self.out, self.lse, self.plain_error, self.worst, self.lse_moved)
         return Expected(*(part[cut] for part in parts), self.unit)
 
 
@@ -81,7 +86,7 @@ class Ledger:
         self.none(f"{label}: rows without keys, LSE", (lse == -math.inf) != empty)
         self.none(f"{label}: rows without keys, out", (out != 0) & empty[..., None])
         difference = torch.where(empty, 0.0, lse.double() - expected.lse).abs()
-        allowed = 1e-3 * (1 + expected.lse.abs() * 2.0**-10)
+        allowed = 1e-3 * (1 + expected.lse.abs() * 2.0**-10) + expected.lse_moved
         self.at_most(f"{label}: LSE", torch.where(empty, 0.0, difference / allowed).amax(), 1.0)
 
     def finish(self) -> None:
@@ -120,6 +125,26 @@ def slopes_by_rule(heads: int, device: torch.device) -> Tensor:
     return torch.tensor([2.0**exponent for exponent in exponents], device=device)
 
 
+def rotated(
+    x: Tensor, first_position: int, rope_scale: float, rope_theta: float
+) -> tuple[Tensor, Tensor]:
+    """ROPE_LLAMA, rounded to x's dtype, and by how much what float32 makes of it may differ."""
+    position = first_position + torch.arange(x.shape[0], dtype=torch.float64, device=x.device)
+    exponent = torch.arange(0, x.shape[2], 2, dtype=torch.float64, device=x.device) / x.shape[2]
+    angle = (position / rope_scale)[:, None, None] * rope_theta**-exponent
+    first, second = x.double().chunk(2, -1)
+    turned = torch.cat(
+        (
+            first * angle.cos() - second * angle.sin(),
+            second * angle.cos() + first * angle.sin(),
+        ),
+        -1,
+    )
+    error = ((first.abs() + second.abs()) * 2.0**-22).repeat(1, 1, 2)
+    low, high = ((turned + change).to(x.dtype).double() for change in (-error, error))
+    return turned.to(x.dtype), high - low
+
+
 def expect(
     q: Tensor,
     k: Tensor,
@@ -131,14 +156,25 @@ def expect(
     logits_soft_cap: float | None = None,
     pos_encoding_mode: str = "NONE",
     alibi_slopes: Tensor | None = None,
+    rope_scale: float = 1.0,
+    rope_theta: float = 1e4,
     sinks: Tensor | None = None,
     lse_base: str = "2",
     sm_scale: float | None = None,
     scale_q: Any = None,
     scale_k: Any = None,
     scale_v: Any = None,
+    first_key: int = 0,
 ) -> Expected:
-    """The truth for NHD tensors, and the plain computation's error."""
+    """The truth for NHD tensors, and the plain computation's error.
+
+    Keys that no row sees may be left out at the beginning: `first_key` of them.
+    """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # exact for fp8
+    turned = pos_encoding_mode == "ROPE_LLAMA"
+    if turned:
+        q, q_change = rotated(q, first_key + k.shape[0] - q.shape[0], rope_scale, rope_theta)
+        k, k_change = rotated(k, first_key, rope_scale, rope_theta)
     heads, kv_heads = q.shape[1], k.shape[1]
     group = heads // kv_heads
     device = q.device
@@ -196,7 +232,18 @@ def expect(
         worst = worst + 2.0**-126 * flushed[None, :, None]
     if custom_mask is not None or sinks is not None:  # rows without keys are exactly zero
         worst = torch.where(seen.any(-1)[:, None, None], worst, 0.0)
-    return Expected(out, lse, (plain.double() - out).abs(), worst, unit)
+    plain_error = (plain.double() - out).abs()
+    lse_moved = torch.zeros_like(lse)
+    if turned:
+        q_change = q_change.transpose(0, 1)
+        k_change = k_change.transpose(0, 1).repeat_interleave(group, 0)
+        moved = q_change @ keys.double().abs().mT + queries.double().abs() @ k_change.mT
+        moved = weights * moved * scale.abs()
+        moved_out = moved @ values.double().abs() * v_scale.abs()
+        moved_out = moved_out.transpose(0, 1) + moved.sum(-1).transpose(0, 1)[..., None] * out.abs()
+        worst, plain_error = worst + moved_out, plain_error + moved_out
+        lse_moved = 1.1 * LOG2_E * moved.sum(-1).transpose(0, 1)
+    return Expected(out, lse, plain_error, worst, lse_moved, unit)
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
