@@ -15,6 +15,7 @@
 #include "common/kernel_table.h"
 #include "common/mask_tiles.h"
 #include "common/params.h"
+#include "common/prepare.h"
 #include "common/torch_stream.h"
 
 namespace prefill {
@@ -36,7 +37,16 @@ DType dtype_of(const Tensor& tensor) {
   return DType::bfloat16;
 }
 
-// A [length, heads, head_dim] tensor that the kernels can read and write 16 bytes at a time.
+// K and V are of the dtype of Q, or of 8 bits.
+SourceType source_type(const Tensor& tensor, DType dtype) {
+  if (tensor.scalar_type() == ScalarType::Float8_e4m3fn) return SourceType::float8_e4m3;
+  if (tensor.scalar_type() == ScalarType::Float8_e5m2) return SourceType::float8_e5m2;
+  STD_TORCH_CHECK(dtype_of(tensor) == dtype, "k and v are of the dtype of q, or float8");
+  return SourceType::same;
+}
+
+// A [length, heads, head_dim] tensor that can be read and written 8 elements at a time: by the
+// kernels, or, in 8 bits, by the pass that widens it.
 TensorView view(const Tensor& tensor) {
   constexpr int64_t kVectorElements = 8;
   const auto aligned = [&](int dim) {
@@ -93,9 +103,7 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
                       out.size(0) == qo_len && out.size(1) == num_qo_heads &&
                       out.size(2) == v.size(2),
                   "shapes of q, k, v and out agree");
-  STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() &&
-                      out.scalar_type() == q.scalar_type(),
-                  "q, k, v and out are of one dtype");
+  STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "q and out are of one dtype");
   const auto elsewhere = [&](const std::optional<Tensor>& tensor) {
     return tensor && tensor->get_device() != q.get_device();
   };
@@ -163,17 +171,33 @@ Tensor lay_out(const Tensor& mask, const KernelInfo& kernel, PrefillParams& para
   return workspace;
 }
 
+// Copies what the kernels cannot take as it is, and lets `params` find the copies. Their memory is
+// the tensor's, as that of a mask is (lay_out).
+Tensor prepare_inputs(const Tensor& q, PreparePass& pass, DType dtype, PrefillParams& params,
+                      cudaStream_t stream) {
+  Tensor workspace = torch::stable::new_empty(q, {pass.workspace_bytes()}, ScalarType::Byte);
+  pass.carve(workspace.data_ptr(), params);
+  const cudaError_t error = prepare(pass, dtype, stream);
+  STD_TORCH_CHECK(error == cudaSuccess,
+                  "the pass over q, k and v failed to launch: ", cudaGetErrorName(error), " (",
+                  cudaGetErrorString(error), ")");
+  return workspace;
+}
+
 void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
                std::optional<Tensor> lse, std::optional<Tensor> scale_q,
                std::optional<Tensor> scale_k, std::optional<Tensor> scale_v,
                std::optional<Tensor> mask, std::optional<Tensor> alibi_slopes,
                std::optional<Tensor> sinks, int64_t window_left, int64_t window_right, bool alibi,
-               double soft_cap, double sm_scale, double v_scale, double lse_scale) {
+               bool rope, double rope_scale, double rope_theta, double soft_cap, double sm_scale,
+               double v_scale, double lse_scale) {
   PrefillParams params =
       make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, alibi_slopes, sinks, window_left,
                   window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
+  const DType dtype = dtype_of(q);
+  const SourceType k_type = source_type(k, dtype), v_type = source_type(v, dtype);
   const KernelEntry* kernel =
-      find_kernel(parse_backend(backend), dtype_of(q), params.head_dim_qk, params.head_dim_vo);
+      find_kernel(parse_backend(backend), dtype, params.head_dim_qk, params.head_dim_vo);
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
                   params.head_dim_qk, " and ", params.head_dim_vo);
 
@@ -181,6 +205,12 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   const torch::stable::accelerator::DeviceGuard guard(device);
   cudaStream_t stream = nullptr;
   STD_TORCH_CHECK(current_stream(device, stream), "torch gave no CUDA stream");
+  std::optional<Tensor> workspace;
+  if (rope || k_type != SourceType::same || v_type != SourceType::same) {
+    const auto angles = rope ? std::optional<Rope>({rope_scale, rope_theta}) : std::nullopt;
+    PreparePass pass = PreparePass::of(params, k_type, v_type, angles, kernel->info().tile_n);
+    workspace = prepare_inputs(q, pass, dtype, params, stream);
+  }
   std::optional<Tensor> mask_workspace;
   if (mask) {
     STD_TORCH_CHECK(mask->get_device() == device, "all tensors are on one device");
@@ -206,8 +236,8 @@ STABLE_TORCH_LIBRARY(prefill, library) {
   library.def(
       "attention(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
       "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? mask, Tensor? alibi_slopes, "
-      "Tensor? sinks, int window_left, int window_right, bool alibi, float soft_cap, "
-      "float sm_scale, float v_scale, float lse_scale) -> ()");
+      "Tensor? sinks, int window_left, int window_right, bool alibi, bool rope, float rope_scale, "
+      "float rope_theta, float soft_cap, float sm_scale, float v_scale, float lse_scale) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(prefill, CompositeExplicitAutograd, library) {

@@ -164,7 +164,8 @@ def single_prefill_with_kv_cache(
             dtypes: q, k, v all float16, all bfloat16, or all float8 (e4m3fn, e5m2); or
             float16/bfloat16 q with float8 k and v. Strides: any. Where the last one is not 1, an
             outer one is not a multiple of 8 elements, or the address is not a multiple of 16 bytes,
-            fa2 and fa3 work on a copy; `explain` says so.
+            fa2 and fa3 work on a copy; `explain` says so. Under a 16-bit q they widen float8 k and
+            v to its dtype first, which is exact.
         scale_q: Multiplier of q, e.g. to dequantise float8: float32 [num_qo_heads] or one element
             on q's device, or a float. Counts for 16-bit inputs too.
         scale_k: Likewise for k, [num_kv_heads].
@@ -184,7 +185,8 @@ def single_prefill_with_kv_cache(
             q's dtype; "ALIBI" adds `slope[h] * (j - pos(i))`. (FlashInfer leaves `off` out of
             ALiBi: the same output, another LSE.)
         use_fp16_qk_reduction: q . k may accumulate in float16 (saturating) where a backend is
-            faster for it. Needs float16 q and k.
+            faster for it. Needs float16 q and k. No backend does so far: all accumulate in
+            float32, which is more exact, and which tensor cores of A100 and H100 do at one rate.
         sm_scale: Any float, 0 and below too. Default 1 / sqrt(head_dim_qk).
         window_left: Row i sees `j >= pos(i) - window_left` (inclusive: 0 with causal is the row's
             own key). Negative: off. There is no right bound without causal.

@@ -31,6 +31,8 @@ class Explanation:
     """
     copies: tuple[str, ...]
     """Tensors that pass through a copy first, with the reason."""
+    passes: tuple[str, ...] = ()
+    """Tensors that a pass before the kernel rotates or widens, on the way into a copy, and how."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend or 'none'} ({self.reason})", f"device:  {self.device}"]
@@ -38,6 +40,7 @@ class Explanation:
             tile = f", tile {self.tile[0]} x {self.tile[1]}" if self.tile else ""
             lines.append(f"kernel:  {self.kernel}{tile}, splits: {self.num_splits}")
         lines += [f"copy:    {copy}" for copy in self.copies]
+        lines += [f"pass:    {made}" for made in self.passes]
         lines += [f"not {name}: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
         return "\n".join(lines)
 
@@ -71,6 +74,7 @@ def explain_request(request: PrefillRequest) -> Explanation:
         (kernel.tile_m, kernel.tile_n),
         1,
         _copies(request),
+        _passes(request),
     )
 
 
@@ -107,3 +111,19 @@ def _copies(request: PrefillRequest) -> tuple[str, ...]:
     }
     reasons |= {name: ops.mask_copy_reason(m) for name, m in masks.items() if m is not None}
     return tuple(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+
+
+def _passes(request: PrefillRequest) -> tuple[str, ...]:
+    """What `csrc/common/prepare.h` makes of q, k and v."""
+    rotated = "qk" if request.pos_encoding_mode == "ROPE_LLAMA" else ""
+    target = support.dtype_name(request.q.dtype)
+    passes = []
+    for name, tensor in (("q", request.q), ("k", request.k), ("v", request.v)):
+        steps = []
+        if tensor.dtype != request.q.dtype:
+            steps.append(f"widened from {support.dtype_name(tensor.dtype)} to {target}")
+        if name in rotated:
+            steps.append("rotated")
+        if steps:
+            passes.append(f"{name}: {' and '.join(steps)}")
+    return tuple(passes)

@@ -1,7 +1,8 @@
 """Runs a resolved request: the native op with kernel-ready tensors, or the reference.
 
 Kernels read q, k, v and write out through any outer strides, but want the last dimension dense,
-16-byte aligned rows and 16-byte aligned bases. Masks, bool or packed, are read at any address and
+rows at multiples of 8 elements and 16-byte aligned bases. float8 tensors follow the same rule: the
+pass that widens them reads 8 elements at a time. Masks, bool or packed, are read at any address and
 with any row stride, but want a dense last dimension too. What is not so is copied here, and
 `explain` says so.
 
@@ -26,8 +27,8 @@ from prefill.request import PrefillRequest
 _SIGNATURE = (
     "(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? scale_q, "
     "Tensor? scale_k, Tensor? scale_v, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, int "
-    "window_left, int window_right, bool alibi, float soft_cap, float sm_scale, float v_scale, "
-    "float lse_scale) -> ()"
+    "window_left, int window_right, bool alibi, bool rope, float rope_scale, float rope_theta, "
+    "float soft_cap, float sm_scale, float v_scale, float lse_scale) -> ()"
 )
 _LN_2 = math.log(2.0)
 _LOG2_E = 1.0 / _LN_2
@@ -103,6 +104,9 @@ def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
         window_left,
         0 if request.causal else -1,
         request.pos_encoding_mode == "ALIBI",
+        request.pos_encoding_mode == "ROPE_LLAMA",
+        request.rope_scale,
+        request.rope_theta,
         request.logits_soft_cap,
         request.sm_scale,
         request.v_scale,
@@ -127,6 +131,9 @@ def prepare_and_launch(
     window_left: int,
     window_right: int,
     alibi: bool,
+    rope: bool,
+    rope_scale: float,
+    rope_theta: float,
     soft_cap: float,
     sm_scale: float,
     v_scale: float,
@@ -162,6 +169,9 @@ def prepare_and_launch(
         window_left,
         window_right,
         alibi,
+        rope,
+        rope_scale,
+        rope_theta,
         soft_cap,
         sm_scale,
         v_scale,
@@ -172,7 +182,7 @@ def prepare_and_launch(
 
 
 def is_kernel_ready(tensor: Tensor) -> bool:
-    """Whether kernels can address a 16-bit [length, heads, head_dim] tensor where it lies."""
+    """Whether [length, heads, head_dim] can be read where it lies, in 8 bits or 16."""
     if tensor.data_ptr() % 16:
         return False
     if tensor.is_contiguous():  # head dims are multiples of 8

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prefill import ops, support
 from prefill.rope import alibi_slopes as alibi_rule
+from prefill.rope import apply_llama_rope
 from prefill.support import BuildInfo, DeviceInfo, NativeLibrary
 
 CLASSES = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -78,12 +79,20 @@ class StubKernel:
         window_left: int,
         window_right: int,
         alibi: bool,
+        rope: bool,
+        rope_scale: float,
+        rope_theta: float,
         soft_cap: float,
         sm_scale: float,
         v_scale: float,
         lse_scale: float,
     ) -> None:
         self.calls.append({name: value for name, value in locals().items() if name != "self"})
+        if rope:
+            q, k = (
+                apply_llama_rope(x, first, rope_scale, rope_theta, q.dtype)
+                for x, first in ((q, k.shape[0] - q.shape[0]), (k, 0))
+            )
         qo_len, heads, _ = q.shape
         kv_len, kv_heads, _ = k.shape
         group = heads // kv_heads

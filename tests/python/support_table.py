@@ -129,7 +129,12 @@ FEATURES = (
     Feature("alibi_slopes", 'with "ALIBI"', {"position": "ALiBi, slopes"}, LOGITS),
     Feature("pos_encoding_mode", '"ROPE_LLAMA"', {"position": "RoPE"}),
     Feature("rope_scale, rope_theta", 'with "ROPE_LLAMA"', {"position": "RoPE, scaled"}),
-    Feature("use_fp16_qk_reduction", "float16 q and k", {"fp16_reduction": True}),
+    Feature(
+        "use_fp16_qk_reduction",
+        "float16 q and k",
+        {"fp16_reduction": True},
+        "accumulated in float32: more exact",
+    ),
     Feature("sm_scale", "negative", {"sm_scale": -0.2}),
     Feature("sm_scale", "0", {"sm_scale": 0.0}),
     Feature("window_left", "alone", {"window_left": 7}, BOUND),
@@ -188,7 +193,9 @@ def support_table(native: NativeLibrary) -> str:
     for feature in FEATURES:
         answers = {name: explained(feature.case, name, HOPPER, native) for name in COLUMNS}
         reasons = dict.fromkeys(
-            copy.partition(": ")[2] for each in answers.values() for copy in each.copies
+            made.partition(": ")[2]
+            for each in answers.values()
+            for made in (*each.copies, *each.passes)
         )
         note = "; ".join([*reasons, *([feature.note] if feature.note else [])])
         cells = (cell(answer, name) for name, answer in answers.items())

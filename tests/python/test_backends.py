@@ -16,6 +16,7 @@ from prefill.support import BuildInfo, DeviceInfo, NativeLibrary, arch_runs_on
 
 CPU = DeviceInfo("cpu")
 H100 = cuda(9, 0)
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def request(
@@ -100,10 +101,8 @@ def test_cpu_takes_the_reference() -> None:
 
 
 LACKING: dict[str, tuple[dict[str, Any], str]] = {
-    "rope": ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode='ROPE_LLAMA'"),
-    "fp16 reduction": ({"use_fp16_qk_reduction": True}, "use_fp16_qk_reduction"),
     "o_dtype": ({"o_dtype": torch.float32}, "o_dtype=torch.float32"),
-    "fp8": ({"dtype": torch.float8_e4m3fn}, "float8"),
+    "fp8 q": ({"dtype": torch.float8_e4m3fn}, "float8 q"),
 }
 
 
@@ -120,10 +119,16 @@ def test_what_the_kernels_lack_goes_to_the_reference(name: str, backend: str) ->
 
 
 @pytest.mark.usefixtures("full_build")
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_fp16_reduction_leaves_the_choice_to_the_backend(backend: str) -> None:
+    assert resolve(request(use_fp16_qk_reduction=True, backend=backend), H100) == backend
+
+
+@pytest.mark.usefixtures("full_build")
 def test_all_reasons_are_given_at_once() -> None:
-    call = request(use_fp16_qk_reduction=True, pos_encoding_mode="ROPE_LLAMA", backend="fa3")
+    call = request(o_dtype=torch.float32, backend="fa3")
     found = reasons("fa3", call, cuda(8, 0))
-    assert len(found) == 3
+    assert len(found) == 2
     with pytest.raises(NotImplementedError) as caught:
         resolve(call, cuda(8, 0))
     for reason in found:
@@ -159,6 +164,27 @@ def test_what_the_kernels_take(
         lse_base="e",
         backend=backend,
     )
+    assert reasons(backend, call, H100) == []
+    assert resolve(call, H100) == backend
+
+
+@pytest.mark.usefixtures("full_build")
+@pytest.mark.parametrize("k", FP8)
+@pytest.mark.parametrize("v", FP8)
+@pytest.mark.parametrize("q", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_fp8_keys_of_a_16_bit_query(
+    backend: str, q: torch.dtype, k: torch.dtype, v: torch.dtype
+) -> None:
+    tensors = (torch.zeros(2, 4, 64, dtype=q), torch.zeros(3, 2, 64), torch.zeros(3, 2, 64))
+    call = make_request(
+        *(tensor.to(dtype) for tensor, dtype in zip(tensors, (q, k, v), strict=True)),
+        pos_encoding_mode="ROPE_LLAMA",
+        scale_k=torch.ones(2),
+        v_scale=0.5,
+        backend=backend,
+    )
+    assert call.o_dtype == q
     assert reasons(backend, call, H100) == []
     assert resolve(call, H100) == backend
 
@@ -346,6 +372,29 @@ def test_explain_tells_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         assert prefill.explain(q, kv, kv, packed_custom_mask=mask).copies == copies
 
 
+def test_explain_tells_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    q, kv = torch.randn(2, 4, 64).half(), torch.randn(9, 2, 64).half()
+    small, wide = kv.to(torch.float8_e4m3fn), kv.to(torch.float8_e5m2)
+    rope: dict[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA"}
+    assert prefill.explain(q, kv, kv).passes == ()
+    assert prefill.explain(q, kv, kv, **rope).passes == ("q: rotated", "k: rotated")
+    assert prefill.explain(q, kv, kv, **rope, backend="reference").passes == ()
+    assert prefill.explain(q, kv[:0], kv[:0], **rope).passes == ()
+    assert prefill.explain(q, small, wide).passes == (
+        "k: widened from float8_e4m3fn to float16",
+        "v: widened from float8_e5m2 to float16",
+    )
+    told = prefill.explain(q.bfloat16(), small, small, **rope)
+    assert told.copies == ()
+    assert told.passes == (
+        "q: rotated",
+        "k: widened from float8_e4m3fn to bfloat16 and rotated",
+        "v: widened from float8_e4m3fn to bfloat16",
+    )
+    assert "pass:    v: widened from float8_e4m3fn to bfloat16" in str(told)
+
+
 def test_explain_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = pretend(monkeypatch, cuda(8, 6))
     q = torch.randn(2, 4, 64).half()
@@ -354,7 +403,7 @@ def test_explain_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.reason == "auto: first in priority that can; fa3 cannot"
     assert "compute capability 8.6" in told.rejected["fa3"][0]
 
-    told = prefill.explain(q, q, q, pos_encoding_mode="ROPE_LLAMA")
+    told = prefill.explain(q, q, q, o_dtype=torch.float32)
     assert told.backend == "reference"
     assert told.kernel is None
     assert [len(r) for r in told.rejected.values()] == [2, 1]

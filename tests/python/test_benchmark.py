@@ -899,7 +899,7 @@ def test_tables_have_one_unit_each(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_case_that_nobody_can_run(
     fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ROPE_LLAMA, as long as the kernels refuse it: no figure, and the reason."""
+    """ROPE_LLAMA with kernels that refuse it: no figure, and the reason."""
     rope = next(case.variant for case in FEATURES if case.name == "d128 4k RoPE")
     chosen = [
         Noted("fa3", fake_device),

@@ -46,8 +46,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "alibi": {"pos_encoding_mode": "ALIBI", "return_lse": True},
     "slopes": {"pos_encoding_mode": "ALIBI", "alibi_slopes": torch.rand(HQ)},
     "sinks": {"sinks": torch.rand(HQ), "return_lse": True},
-}
-REFERENCE_ONLY: dict[str, dict[str, Any]] = {
     "rope": {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 1e5},
 }
 
@@ -70,11 +68,21 @@ def test_native_compiles_whole(stub: StubKernel, compiler: str, name: str) -> No
 
 @pytest.mark.filterwarnings("ignore:causal=True has no effect")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ARGUMENTS | REFERENCE_ONLY)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_reference_compiles_whole(compiler: str, name: str) -> None:
-    tensors, kwargs = inputs(), (ARGUMENTS | REFERENCE_ONLY)[name]
+    tensors, kwargs = inputs(), ARGUMENTS[name]
     compiled = torch.compile(call, fullgraph=True, backend=compiler)
     same(compiled(*tensors, **kwargs), call(*tensors, **kwargs))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_fp8_keys_compile_whole(stub: StubKernel, compiler: str) -> None:
+    q, k, v = inputs()
+    tensors = (q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e5m2))
+    expected = call(*tensors, causal=True, v_scale=0.5)
+    compiled = torch.compile(call, fullgraph=True, backend=compiler)
+    same(compiled(*tensors, causal=True, v_scale=0.5), expected)
+    assert {c["backend"] for c in stub.calls} == {"fa3"}
 
 
 def test_dynamic_lengths_compile_once(stub: StubKernel) -> None:
@@ -155,7 +163,8 @@ def op_arguments(lse: bool) -> tuple[Any, ...]:
         mask = torch.randint(0, 256, (6,), dtype=torch.uint8)  # 45 bits
         scales = torch.rand(HQ), torch.rand(HK), torch.rand(HK)
         optional = (*scales, mask, torch.rand(HQ), torch.rand(HQ))
-    return ("fa3", q, k, v, *results, *optional, 3, 0, lse, 5.0, 0.125, 1.0, 1.0)
+    rope = (lse, 1.0, 1e4)
+    return ("fa3", q, k, v, *results, *optional, 3, 0, lse, *rope, 5.0, 0.125, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("lse", [False, True])

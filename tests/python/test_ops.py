@@ -13,6 +13,7 @@ import prefill
 from fakes import StubKernel, pretend
 
 QO, KV, HQ, HK, D = 5, 9, 4, 2, 64
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 @pytest.fixture
@@ -254,6 +255,7 @@ def test_logit_terms_reach_the_op(stub: StubKernel) -> None:
     q, k, v = half(QO, HQ, D), half(KV, HK, D), half(KV, HK, D)
     slopes, sinks = torch.rand(HQ), torch.randn(HQ)
     sent = {"mask": None, "alibi": False, "alibi_slopes": None, "sinks": None, "soft_cap": 0.0}
+    sent |= {"rope": False, "rope_scale": 1.0, "rope_theta": 1e4}
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
         ({"logits_soft_cap": 2.0}, {"soft_cap": 2.0}),
@@ -262,6 +264,11 @@ def test_logit_terms_reach_the_op(stub: StubKernel) -> None:
         (
             {"pos_encoding_mode": "ALIBI", "alibi_slopes": slopes},
             {"alibi": True, "alibi_slopes": slopes},
+        ),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, {"rope": True}),
+        (
+            {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 8.0, "rope_theta": 5e5},
+            {"rope": True, "rope_scale": 8.0, "rope_theta": 5e5},
         ),
         ({"sinks": sinks}, {"sinks": sinks}),
         (
@@ -276,6 +283,39 @@ def test_logit_terms_reach_the_op(stub: StubKernel) -> None:
         call = only_call(stub)
         for name, value in (sent | changed).items():
             assert call[name] is value or call[name] == value, name
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("v_dtype", FP8)
+@pytest.mark.parametrize("k_dtype", FP8)
+@pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16])
+def test_fp8_reaches_the_op_where_it_lies(
+    stub: StubKernel, q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype, rope: bool
+) -> None:
+    """The op widens and rotates; Python copies only what no kernel and no pass can address."""
+    arguments: dict[str, Any] = {"causal": True, "return_lse": True, "scale_k": torch.rand(HK)}
+    arguments |= {"k_scale": 0.5, "v_scale": 2.0}
+    if rope:
+        arguments |= {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 1e5}
+    q = half(QO, HQ, D).to(q_dtype)
+    fused = half(KV, 2 * HK, D)
+    k, v = fused[:, :HK].to(k_dtype), fused[:, HK:].to(v_dtype)
+    odd_v = torch.empty(KV, HK, D + 4).to(v_dtype)[..., :D].copy_(v)
+    off_v = torch.empty(KV * HK * D + 8).to(v_dtype)[8:].view(KV, HK, D).copy_(v)
+    for given, is_copied in ((v, False), (odd_v, True), (off_v, True)):
+        stub.calls.clear()
+        result = run(q, k, given, **arguments)
+        assert result[0].dtype == q_dtype
+        expected = run(q, k, v, backend="reference", **arguments)
+        tolerance = 2e-3 if q_dtype == torch.float16 else 2e-2
+        torch.testing.assert_close(result[0], expected[0], rtol=tolerance, atol=1e-5)
+        torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
+        call = only_call(stub)
+        assert call["k"].data_ptr() == k.data_ptr()
+        assert (call["k"].dtype, call["v"].dtype) == (k_dtype, v_dtype)
+        assert (call["v"].data_ptr() != given.data_ptr()) == is_copied
+        assert call["v"].data_ptr() % 16 == 0
+        assert torch.equal(call["v"].half(), v.half())
 
 
 def test_no_visible_keys(stub: StubKernel) -> None:

@@ -33,12 +33,14 @@ def test_features(backend: str, tmp_path: Path) -> None:
         assert 1 < case["results"][backend]["burst"]["tflops"] < 3000
 
 
-def test_what_kernels_lack_is_no_failure(backend: str, tmp_path: Path) -> None:
+def test_rope(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    grid = ["--grid", "features", "--match", "4k RoPE", "--contenders", backend]
+    grid = ["--grid", "features", "--match", "4k RoPE", "--contenders", f"{backend},cudnn"]
     assert main(["bench", "--quick", "--regime", "burst", *grid, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())["cases"][1]["results"][backend]
-    assert "burst" in result or "ROPE_LLAMA" in result["refused"]
+    plain, rope = json.loads(path.read_text())["cases"]
+    assert rope["baseline"] == plain["name"]
+    assert 1 < rope["results"][backend]["burst"]["tflops"] < 3000
+    assert "SDPA has no ROPE_LLAMA" in rope["results"]["cudnn"]["refused"]
 
 
 def test_host(backend: str, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def check(
     arguments = {"sm_scale": LN_2} | arguments
     out, lse = run(ledger, backend, label, tensors, **arguments)
     expected = expect(*tensors, **arguments)
-    parts = (expected.out, expected.lse, expected.plain_error, expected.worst)
+    parts = (expected.out, expected.lse, expected.plain_error, expected.worst, expected.lse_moved)
     for name, rows in (("calm", excess == 0), ("steep", excess > 0)):
         if rows.any():
             among = Expected(*(part[rows] for part in parts), expected.unit)

@@ -300,8 +300,8 @@ def test_real_activations(backend: str, length: int) -> None:
 
 def test_what_kernels_lack_runs_on_the_reference(backend: str) -> None:
     q, k, v = inputs(20, 30)
-    assert explain(q, k, v, pos_encoding_mode="ROPE_LLAMA").backend == "reference"
-    out, _ = run(q, k, v, pos_encoding_mode="ROPE_LLAMA")
+    assert explain(q, k, v, o_dtype=torch.float32).backend == "reference"
+    out, _ = run(q, k, v, o_dtype=torch.float32)
     assert out.isfinite().all()
     with pytest.raises(NotImplementedError, match="backend='reference' can"):
-        run(q, k, v, pos_encoding_mode="ROPE_LLAMA", backend=backend)
+        run(q, k, v, o_dtype=torch.float32, backend=backend)
