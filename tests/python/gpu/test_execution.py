@@ -244,7 +244,11 @@ def test_opcheck(backend: str, op: str) -> None:
     lse = torch.empty(20, HEADS, device="cuda")
     scales = (torch.rand(HEADS, device="cuda"), None, torch.rand(KV_HEADS, device="cuda"))
     terms = (None, torch.rand(HEADS, device="cuda"), torch.rand(HEADS, device="cuda"))
-    arguments = (backend, q, k, v, out, lse, *scales, *terms, 5, 0, True, 2.0, 0.1, 1.0, 1.0)
+    rope = (False, 1.0, 1e4)
+    arguments = (
+        *(backend, q, k, v, out, lse, *scales, *terms, 5, 0, True),
+        *(*rope, 2.0, 0.1, 1.0, 1.0),
+    )
     torch.library.opcheck(getattr(torch.ops.prefill, op).default, arguments)
 
 
