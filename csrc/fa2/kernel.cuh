@@ -22,31 +22,36 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const WorkTile work = schedule.tile(blockIdx.x);
   const int first_row = work.m_tile * Traits::kM;
   const BandMask mask = BandMask::of(params);
-  const LogitTransform transform = LogitTransform::of(params, work.head, work.kv_head);
-  const KvTiles tiles = KvTiles::of<Traits::kM, Traits::kN>(params, mask, work.m_tile);
-  const int last = tiles.last();
-  if (threadIdx.x == 0) {
-    smem.k_rows = HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk);
-    smem.v_rows = HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo);
-    smem.tiles = tiles;
-    smem.transform = transform;
+  RowTile<T> here{HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
+                  HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo),
+                  KvTiles::of_band(mask.kv_tiles<Traits::kM, Traits::kN>(first_row)),
+                  LogitTransform::of_scale(logit_scale(params, work.head, work.kv_head))};
+  float sink = -INFINITY;
+  const RowTile<T>* row_tile = &here;
+  if constexpr (Traits::kIsGeneral) {
+    here.tiles = KvTiles::of<Traits::kM, Traits::kN>(params, mask, work.m_tile);
+    here.transform = LogitTransform::of(params, work.head, work.kv_head);
+    sink = sink_logit(params, work.head);
+    row_tile = &smem.row_tile;
+    if (threadIdx.x == 0) smem.row_tile = here;
+    __syncthreads();
   }
-  __syncthreads();
+  const int last = here.tiles.last();
 
-  const KvLoader<Traits> loader{smem};
+  const KvLoader<Traits> loader{row_tile->k, row_tile->v, smem};
   if (last >= 0) {
     load_rows<Traits, Traits::kM, Traits::Dims::kQk>(
         HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row, smem.q);
     loader.start_k(last);
   }
 
-  typename Traits::Softmax softmax(transform.multiplier);
+  typename Traits::Softmax softmax(here.transform.multiplier);
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
-  attend<Traits>(loader, params, mask, last, first_row, softmax, out);
-  write_tile<Traits>(smem, params, work.head, first_row, sink_logit(params, work.head),
-                     value_scale(params, work.kv_head), softmax, out);
+  attend<Traits>(loader, *row_tile, params, mask, last, first_row, softmax, out);
+  write_tile<Traits>(smem, params, work.head, first_row, sink, value_scale(params, work.kv_head),
+                     softmax, out);
 }
 
 }  // namespace prefill::fa2

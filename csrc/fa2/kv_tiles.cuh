@@ -14,6 +14,8 @@ struct KvTiles {
   RowTileMask mask;  // instead, under a custom mask
   bool is_custom;
 
+  PREFILL_HOST_DEVICE static KvTiles of_band(const KvTileRange& band) { return {band, {}, false}; }
+
   template <int kM, int kN>
   PREFILL_HOST_DEVICE static KvTiles of(const PrefillParams& params, const BandMask& band,
                                         int m_tile) {

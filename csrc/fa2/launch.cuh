@@ -12,14 +12,14 @@ namespace prefill::fa2 {
 
 template <DType kDType, class Dims>
 KernelInfo kernel_info() {
-  using Traits = Traits<kDType, Dims>;
+  using Traits = Traits<kDType, Dims, Scores::General>;  // which has a little more of it
   return {Traits::kM, Traits::kN, /*stages=*/1, Traits::kThreads,
           static_cast<int>(sizeof(typename Traits::SharedStorage))};
 }
 
-template <DType kDType, class Dims>
-cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
-  using Traits = Traits<kDType, Dims>;
+template <DType kDType, class Dims, Scores kScores>
+cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
+  using Traits = Traits<kDType, Dims, kScores>;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedStorage);
   auto kernel = attention_kernel<Traits>;
   static SmemLimit smem_limit;
@@ -27,6 +27,13 @@ cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
   const TileSchedule schedule = TileSchedule::make(params, Traits::kM, 0);
   kernel<<<schedule.num_tiles(), Traits::kThreads, kSmemBytes, stream>>>(params, schedule);
   return cudaGetLastError();
+}
+
+template <DType kDType, class Dims>
+cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
+  return scores_of(params) == Scores::General
+             ? launch_kernel<kDType, Dims, Scores::General>(params, stream)
+             : launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
 }
 
 }  // namespace prefill::fa2

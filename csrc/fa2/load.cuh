@@ -44,15 +44,18 @@ CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, T* tile) {
 // loads.
 template <class Traits>
 struct KvLoader {
+  using T = typename Traits::T;
+  const HeadRows<T>& k;
+  const HeadRows<T>& v;
   typename Traits::SharedStorage& smem;
 
   CUTE_DEVICE void start_k(int tile) const {
-    load_rows<Traits, Traits::kN, Traits::Dims::kQk>(smem.k_rows, tile * Traits::kN, smem.k);
+    load_rows<Traits, Traits::kN, Traits::Dims::kQk>(k, tile * Traits::kN, smem.k);
     cp_async_fence();
   }
 
   CUTE_DEVICE void start_v(int tile) const {
-    load_rows<Traits, Traits::kN, Traits::Dims::kVo>(smem.v_rows, tile * Traits::kN, smem.v);
+    load_rows<Traits, Traits::kN, Traits::Dims::kVo>(v, tile * Traits::kN, smem.v);
     cp_async_fence();
   }
 

@@ -54,11 +54,10 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
 }
 
 // Accumulates P V and the softmax state over the KV tiles of one row tile, of which `last` is the
-// first to come. The caller has started the loads of Q and of that K, and put the KV tiles and the
-// transform into shared memory.
+// first to come. The caller has started the loads of Q and of that K.
 template <class Traits, class Acc>
-CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& params,
-                        const BandMask& band, int last, int first_row,
+CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename Traits::T>& row_tile,
+                        const PrefillParams& params, const BandMask& band, int last, int first_row,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
@@ -68,8 +67,8 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& par
   Tensor q = make_tensor(make_smem_ptr(loader.smem.q), typename Traits::LayoutQ{});
   Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
-  const KvTiles& tiles = loader.smem.tiles;
-  const LogitTransform& transform = loader.smem.transform;
+  const KvTiles& tiles = row_tile.tiles;
+  const LogitTransform& transform = row_tile.transform;
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
   const auto offsets = element_offsets<TileShape>(tiled_mma);
 
@@ -96,14 +95,18 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const PrefillParams& par
 
     Tensor rows = row_column_view(scores);
     if (!transform.is_idle()) {
-      const auto at = origin();
-      transform_scores(rows, offsets, transform, band, first_row + get<0>(at),
-                       tile * Traits::kN + get<1>(at));
+      if constexpr (Traits::kIsGeneral) {
+        const auto at = origin();
+        transform_scores(rows, offsets, transform, band, first_row + get<0>(at),
+                         tile * Traits::kN + get<1>(at));
+      } else {
+        scale_scores(rows, transform.gain);
+      }
     }
     if (tiles.template needs_mask<Traits::kN>(tile)) {
       const auto at = origin();
       const int row = first_row + get<0>(at);
-      if (tiles.is_custom) {
+      if (Traits::kIsGeneral && tiles.is_custom) {
         apply_bits(rows, offsets, params.mask, row, tile);
       } else {
         apply_mask(rows, offsets, band, row, tile * Traits::kN + get<1>(at));

@@ -9,6 +9,7 @@
 #include "common/fragment.cuh"
 #include "common/logits.cuh"
 #include "common/online_softmax.cuh"
+#include "common/scores.h"
 #include "fa2/head_rows.cuh"
 #include "fa2/kv_tiles.cuh"
 #include "fa2/tiles.h"
@@ -17,10 +18,20 @@ namespace prefill::fa2 {
 
 using namespace cute;
 
-template <DType kDType, class Dims_>
+// What a block needs to know of its row tile, apart from Q.
+template <class T>
+struct RowTile {
+  HeadRows<T> k, v;
+  KvTiles tiles;
+  LogitTransform transform;
+};
+struct Nothing {};
+
+template <DType kDType, class Dims_, Scores kScores>
 struct Traits {
   using Dims = Dims_;
   using T = Element<kDType>;
+  static constexpr bool kIsGeneral = kScores == Scores::General;
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
   static constexpr int kAhead = Tile<Dims>::kAhead;
@@ -53,10 +64,9 @@ struct Traits {
     alignas(128) T q[kM * Dims::kQk];  // the output tile in the end
     alignas(128) T k[kN * Dims::kQk];
     alignas(128) T v[kN * Dims::kVo];
-    // What is used once a KV tile; in registers it would cost spills.
-    HeadRows<T> k_rows, v_rows;
-    KvTiles tiles;
-    LogitTransform transform;
+    // What general kernels use once a KV tile; in registers it would cost spills. Plain ones have
+    // registers for it.
+    std::conditional_t<kIsGeneral, RowTile<T>, Nothing> row_tile;
   };
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);

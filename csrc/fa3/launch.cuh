@@ -71,10 +71,9 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
 
 template <DType kDType, class Dims>
 cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
-  const bool is_general = params.mask.mixed != nullptr || params.soft_cap > 0.f ||
-                          params.has_alibi || params.sinks.data != nullptr;
-  return is_general ? launch_kernel<kDType, Dims, Scores::General>(params, stream)
-                    : launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
+  return scores_of(params) == Scores::General
+             ? launch_kernel<kDType, Dims, Scores::General>(params, stream)
+             : launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
 }
 
 }  // namespace prefill::fa3

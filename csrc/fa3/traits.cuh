@@ -7,6 +7,7 @@
 
 #include "common/fragment.cuh"
 #include "common/online_softmax.cuh"
+#include "common/scores.h"
 #include "fa3/barriers.cuh"
 #include "fa3/tiles.h"
 #include "fa3/work_list.cuh"
@@ -17,10 +18,6 @@ using namespace cute;
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;
-
-// What calls ask of scores on their way to the softmax: nothing but a scale and a band, or
-// anything.
-enum class Scores { Plain, General };
 
 template <DType kDType, class Dims_, Scores kScores>
 struct Traits {

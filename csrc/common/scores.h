@@ -1,0 +1,18 @@
+// The two kernels of a class.
+#pragma once
+
+#include "common/params.h"
+
+namespace prefill {
+
+// What a call asks of scores on their way to the softmax: nothing but a scale and a band, or
+// anything. Kernels for anything cost plain calls up to a tenth (docs/tuning.md).
+enum class Scores { Plain, General };
+
+inline Scores scores_of(const PrefillParams& params) {
+  const bool is_general = params.mask.mixed != nullptr || params.soft_cap > 0.f ||
+                          params.has_alibi || params.sinks.data != nullptr;
+  return is_general ? Scores::General : Scores::Plain;
+}
+
+}  // namespace prefill
