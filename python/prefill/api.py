@@ -172,11 +172,11 @@ def single_prefill_with_kv_cache(
         scale_v: Likewise for v, [num_kv_heads].
         o_dtype: dtype of the output: float16, bfloat16 or float32. Default: q's, or bfloat16 for
             float8 q.
-        custom_mask: bool [qo_len, kv_len], True = keep. fa2 and fa3 pack it first.
+        custom_mask: bool [qo_len, kv_len], True = keep. Any strides; fa2 and fa3 read it where it
+            lies, or a copy where its last dimension is not dense.
         packed_custom_mask: uint8 [ceil(qo_len * kv_len / 8)]: bit `i * kv_len + j`, little-endian,
             as `packbits(mask.flatten(), bitorder="little")` gives it. Wins over custom_mask, which
-            is then not looked at. fa2 and fa3 work on a copy where its size or address is not a
-            multiple of 4 bytes.
+            is then not looked at.
         causal: Row i sees the keys `j <= pos(i)` (bottom-right). No effect where a mask is given;
             both warn once.
         kv_layout: "NHD" or "HND".
