@@ -281,6 +281,23 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0, device: str = "cuda")
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
+def inputs(
+    qo_len: int,
+    kv_len: int,
+    head_dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float16,
+    heads: tuple[int, int] = (4, 2),
+    kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q, k and v."""
+    k_dtype, v_dtype = (dtype, dtype) if kv_dtypes is None else kv_dtypes
+    return (
+        normal(qo_len, heads[0], head_dims[0], dtype=dtype),
+        normal(kv_len, heads[1], head_dims[0], dtype=k_dtype, seed=1),
+        normal(kv_len, heads[1], head_dims[1], dtype=v_dtype, seed=2),
+    )
+
+
 def guarded(*shape: int, dtype: torch.dtype, rows: int = 16) -> tuple[Tensor, Tensor]:
     """A NaN-filled buffer and a view of it in the middle, for a result."""
     buffer = torch.full((shape[0] + 2 * rows, *shape[1:]), math.nan, dtype=dtype, device="cuda")

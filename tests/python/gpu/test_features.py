@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cases import per_head, random_mask
-from exactness import LOG2_E, Ledger, expect, guarded, normal, visible
+from exactness import LOG2_E, Ledger, expect, guarded, inputs, normal, visible
 from prefill import explain, packbits, single_prefill_with_kv_cache
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -21,20 +21,6 @@ LENGTHS = ((1, 1), (1, 333), (65, 77), (130, 261), (300, 90), (129, 1003), (513,
 
 def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
     return single_prefill_with_kv_cache(q, k, v, return_lse=True, **kwargs)
-
-
-def inputs(
-    qo_len: int,
-    kv_len: int,
-    head_dims: tuple[int, int] = (128, 128),
-    dtype: torch.dtype = torch.float16,
-    heads: tuple[int, int] = (4, 2),
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        normal(qo_len, heads[0], head_dims[0], dtype=dtype),
-        normal(kv_len, heads[1], head_dims[0], dtype=dtype, seed=1),
-        normal(kv_len, heads[1], head_dims[1], dtype=dtype, seed=2),
-    )
 
 
 def compare(ledger: Ledger, label: str, backend: str, *tensors: Tensor, **arguments: Any) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import Ledger, expect, guarded, normal
+import exactness
+from cases import random_mask
+from exactness import Ledger, expect, guarded
 from prefill import explain, single_prefill_with_kv_cache
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -31,11 +33,7 @@ def inputs(
     fp8: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
     heads: tuple[int, int] = (4, 2),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        normal(qo_len, heads[0], head_dims[0], dtype=dtype),
-        normal(kv_len, heads[1], head_dims[0], dtype=fp8[0], seed=1),
-        normal(kv_len, heads[1], head_dims[1], dtype=fp8[1], seed=2),
-    )
+    return exactness.inputs(qo_len, kv_len, head_dims, dtype, heads, fp8)
 
 
 def poisoned(tensor: Tensor, rows: int = 160, columns: int = 8) -> Tensor:
@@ -45,12 +43,6 @@ def poisoned(tensor: Tensor, rows: int = 160, columns: int = 8) -> Tensor:
     buffer = torch.full(shape, 0x7F, dtype=torch.uint8, device=tensor.device)
     buffer[:length, :, :head_dim] = tensor.view(torch.uint8)
     return buffer.view(tensor.dtype)[:length, :, :head_dim]
-
-
-def random_mask(qo_len: int, kv_len: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(qo_len * 10007 + kv_len)
-    keep = torch.rand(qo_len, kv_len, generator=generator, device="cuda") < 0.5
-    return keep & (torch.arange(qo_len, device="cuda") % 5 != 2)[:, None]
 
 
 def compare(ledger: Ledger, label: str, backend: str, *tensors: Tensor, **arguments: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import Ledger, expect, guarded, normal, poisoned
+from cases import random_mask
+from exactness import Ledger, expect, guarded, inputs, poisoned
 from prefill import explain, packbits, single_prefill_with_kv_cache
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -28,27 +29,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
 
 def truth(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
     return expect(q, k, v, pos_encoding_mode="ROPE_LLAMA", **kwargs)
-
-
-def inputs(
-    qo_len: int,
-    kv_len: int,
-    head_dims: tuple[int, int] = (128, 128),
-    dtype: torch.dtype = torch.float16,
-    heads: tuple[int, int] = (4, 2),
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        normal(qo_len, heads[0], head_dims[0], dtype=dtype),
-        normal(kv_len, heads[1], head_dims[0], dtype=dtype, seed=1),
-        normal(kv_len, heads[1], head_dims[1], dtype=dtype, seed=2),
-    )
-
-
-def random_mask(qo_len: int, kv_len: int) -> Tensor:
-    """Every fifth row shows nothing."""
-    generator = torch.Generator("cuda").manual_seed(qo_len * 10007 + kv_len)
-    keep = torch.rand(qo_len, kv_len, generator=generator, device="cuda") < 0.5
-    return keep & (torch.arange(qo_len, device="cuda") % 5 != 2)[:, None]
 
 
 def compare(ledger: Ledger, label: str, backend: str, *tensors: Tensor, **arguments: Any) -> None:
