@@ -1,0 +1,1 @@
+"""This package's attention inside other libraries; nothing here is imported by the package."""

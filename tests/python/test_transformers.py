@@ -1,0 +1,373 @@
+"""Transformers' models on this package's attention, against the same models on "eager".
+
+Small models with random weights, on the CPU. Right is eager attention in float32; how far 16 bits
+may be from it is what eager attention is off by in 16 bits, on the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", "5.24")
+
+import transformers
+
+from prefill.integrations import transformers as integration
+from prefill.integrations.transformers import prefill_attention, register
+from prefill.integrations.transformers_masks import prefill_mask
+from prefill.integrations.visible_keys import VisibleKeys
+
+VOCABULARY = 96
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,  # attention is far from uniform
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = COMMON | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+
+
+def mistral() -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=5))
+
+
+def gemma2() -> Any:
+    config = transformers.Gemma2Config(
+        **GROUPED, sliding_window=4, attn_logit_softcapping=1.5, query_pre_attn_scalar=16
+    )
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(
+        **GROUPED, sliding_window=6, num_local_experts=4, num_experts_per_tok=4, rope_scaling=None
+    )
+    model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 1.0, 1.0)
+    return model
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(**COMMON, max_position_embeddings=256)
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+def modernbert() -> Any:
+    config = transformers.ModernBertConfig(
+        **COMMON, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
+    )
+    return transformers.ModernBertModel(config)
+
+
+DECODERS = (llama, mistral, gemma2, gpt_oss)
+ENCODERS = (bert, modernbert)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register()
+    with torch.no_grad():
+        yield
+
+
+def make(model: Callable[[], Any], dtype: torch.dtype, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return model().to(dtype).eval()
+
+
+def on(attention: str, model: Any, dtype: torch.dtype | None = None) -> Any:
+    """A copy of the model on that attention."""
+    other = copy.deepcopy(model)
+    other.set_attn_implementation(attention)
+    return other if dtype is None else other.to(dtype)
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length))
+
+
+def padded(lengths: list[int], side: str) -> Tensor:
+    """int64 [batch, longest], 0 = padding."""
+    longest = max(lengths)
+    rows = [[0] * (longest - n) + [1] * n for n in lengths]
+    return torch.tensor(rows if side == "left" else [row[::-1] for row in rows])
+
+
+def result(model: Any, **inputs: Any) -> Tensor:
+    return model(**inputs)[0].float()
+
+
+def assert_as_good_as_eager(model: Any, real: Tensor | None = None, **inputs: Any) -> None:
+    """Off by at most twice what eager attention is off by, at rows that are no padding."""
+    right = result(on("eager", model, torch.float32), **inputs)
+    eager = result(on("eager", model), **inputs)
+    ours = result(on("prefill", model), **inputs)
+    kept = torch.ones(right.shape[:2], dtype=torch.bool) if real is None else real.bool()
+    allowed = 2 * (eager - right)[kept].abs().max()
+    assert (ours - right)[kept].abs().max() <= allowed
+    # Rounding is all that it is: the 16-bit results are a small part of the results' own size.
+    assert allowed < 0.1 * right[kept].abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("model", [*DECODERS, *ENCODERS])
+def test_logits(model: Callable[[], Any], dtype: torch.dtype) -> None:
+    assert_as_good_as_eager(make(model, dtype), input_ids=tokens(2, 19))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model", [*DECODERS, *ENCODERS])
+def test_padding(model: Callable[[], Any], side: str) -> None:
+    mask = padded([19, 7, 1], side)
+    ids = tokens(3, 19) * mask
+    assert_as_good_as_eager(
+        make(model, torch.float16), real=mask, input_ids=ids, attention_mask=mask
+    )
+
+
+@pytest.mark.parametrize("model", DECODERS)
+def test_padding_with_holes(model: Callable[[], Any]) -> None:
+    mask = padded([19, 12], "left")
+    mask[0, 4:7] = 0
+    assert_as_good_as_eager(
+        make(model, torch.float16), real=mask, input_ids=tokens(2, 19), attention_mask=mask
+    )
+
+
+@pytest.mark.parametrize("model", DECODERS)
+def test_packed_sequences(model: Callable[[], Any]) -> None:
+    position_ids = torch.cat((torch.arange(11), torch.arange(8)))[None]
+    packed = make(model, torch.float16)
+    assert_as_good_as_eager(
+        packed, input_ids=tokens(1, 19), position_ids=position_ids, use_cache=False
+    )
+
+
+@pytest.mark.parametrize("lengths", [(7, 7, 5), (12, 1, 1), (3, 9, 2)])
+@pytest.mark.parametrize("model", DECODERS)
+def test_chunks_through_the_cache(model: Callable[[], Any], lengths: tuple[int, ...]) -> None:
+    """Prefill in pieces: the last one's logits are those of the whole."""
+    whole = make(model, torch.float16)
+    ids = tokens(2, sum(lengths))
+    right = result(on("eager", whole, torch.float32), input_ids=ids)
+    allowed = 2 * (result(on("eager", whole), input_ids=ids) - right).abs().max()
+    ours, cache = on("prefill", whole), None
+    for piece in ids.split(lengths, 1):
+        out = ours(input_ids=piece, cache=cache, use_cache=True)
+        cache = out.cache
+    last = right[:, -lengths[-1] :]
+    assert (out.logits.float() - last).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize(("model", "seed"), [(llama, 20), (mistral, 7), (gemma2, 9), (gpt_oss, 27)])
+def test_generation(model: Callable[[], Any], seed: int, cache: str | None) -> None:
+    """Greedy tokens are eager's. Their lead over the second best is beyond what rounding moves.
+
+    With most seeds some two tokens of a random model are nearly equal; with these none are.
+    """
+    generator = make(model, torch.float16, seed)
+    mask = padded([11, 6], "left")
+    inputs = {"input_ids": tokens(2, 11) * mask, "attention_mask": mask}
+    how = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    right = on("eager", generator, torch.float32).generate(**inputs, **how)
+    ours = on("prefill", generator).generate(**inputs, **how)
+    assert torch.equal(ours.sequences, right.sequences)
+    logits = torch.stack(right.logits, 1)
+    off = (torch.stack(ours.logits, 1).float() - logits).abs().amax(-1)
+    best, second = logits.topk(2).values.unbind(-1)
+    assert (2 * off < best - second).all()
+
+
+def test_attention_is_called_with_lengths_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal, windowed and padded: no mask, and no key of padding."""
+    calls: list[dict[str, Any]] = []
+    right = integration.single_prefill_with_kv_cache
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+        calls.append({"rows": q.shape[0], "keys": k.shape[1], **arguments})
+        return right(q, k, v, **arguments)
+
+    monkeypatch.setattr(integration, "single_prefill_with_kv_cache", watched)
+    mask = padded([9, 4], "left")
+    on("prefill", make(gemma2, torch.bfloat16))(input_ids=tokens(2, 9), attention_mask=mask)
+    assert [(call["rows"], call["keys"]) for call in calls] == [(9, 9), (4, 4)] * 2
+    assert [call["window_left"] for call in calls] == [3, 3, -1, -1]
+    assert all(call["causal"] and call["custom_mask"] is None for call in calls)
+    calls.clear()
+    mask = padded([9, 4], "right")
+    on("prefill", make(bert, torch.bfloat16))(input_ids=tokens(2, 9), attention_mask=mask)
+    assert [(call["rows"], call["keys"]) for call in calls] == [(9, 9), (9, 4)] * 2
+    assert all(not call["causal"] and call["custom_mask"] is None for call in calls)
+
+
+def test_a_cache_longer_than_what_it_holds() -> None:
+    """Keys past the last row are no part of the call, with a padding mask and without."""
+    for padding in (None, torch.ones(1, 5, dtype=torch.bool)):
+        mask = prefill_mask(1, 3, 10, q_offset=torch.tensor(2), attention_mask=padding)
+        assert isinstance(mask, VisibleKeys)
+        assert mask.requests == (((0, 3), (0, 5)),)
+        assert mask.shape == (1, 1, 3, 10)
+
+
+def test_rows_of_padding_are_zero() -> None:
+    mask = prefill_mask(2, 5, 5, attention_mask=padded([5, 2], "left").bool())
+    q = torch.randn(2, 4, 5, 16).half()
+    out, weights = prefill_attention(torch.nn.Module(), q, q, q, mask)
+    assert weights is None
+    assert out.any(-1).any(-1).tolist() == [[True] * 5, [False] * 3 + [True] * 2]
+
+
+def test_a_request_of_padding_alone_is_zero() -> None:
+    q = torch.randn(2, 4, 5, 16).half()
+    for causal in (True, False):
+        function = (
+            transformers.masking_utils.causal_mask_function
+            if causal
+            else transformers.masking_utils.bidirectional_mask_function
+        )
+        padding = padded([5, 0], "right").bool()
+        mask = prefill_mask(2, 5, 5, mask_function=function, attention_mask=padding)
+        assert isinstance(mask, VisibleKeys)
+        out, _ = prefill_attention(torch.nn.Module(), q, q, q, mask)
+        assert not out[1].any()
+        assert out[0].any()
+
+
+class TestVisibleKeys:
+    """A mask that is laid out when somebody reads it."""
+
+    def make(self) -> tuple[Tensor, Tensor]:
+        padding = padded([6, 4], "left").bool()
+        mask = prefill_mask(2, 6, 6, attention_mask=padding)
+        laid_out = torch.ones(6, 6, dtype=torch.bool).tril() & padding[:, None, None]
+        return mask, laid_out
+
+    def test_asking_for_its_shape_leaves_it_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mask, _ = self.make()
+        assert isinstance(mask, VisibleKeys)
+        monkeypatch.setattr(mask, "lay_out", lambda: pytest.fail("laid out"))
+        assert mask.shape == (2, 1, 6, 6)
+        assert len(mask.shape) == mask.ndim == mask.dim() == 4
+        assert mask.dtype == torch.bool
+        assert mask.device.type == "cpu"
+
+    def test_what_else_happens_to_it_happens_to_the_mask(self) -> None:
+        mask, laid_out = self.make()
+        other = torch.rand(2, 1, 6, 6) < 0.5
+        for read, expected in (
+            (mask[:, :, 2:], laid_out[:, :, 2:]),
+            (mask & other, laid_out & other),
+            (torch.cat([other, mask]), torch.cat([other, laid_out])),
+            (mask.clone(), laid_out),
+        ):
+            assert type(read) is Tensor
+            assert torch.equal(read, expected)
+
+    def test_a_model_that_cuts_it_gets_the_same_attention(self) -> None:
+        mask, laid_out = self.make()
+        q = torch.randn(2, 4, 6, 16).half()
+        out, _ = prefill_attention(torch.nn.Module(), q, q, q, mask)
+        cut, _ = prefill_attention(torch.nn.Module(), q, q, q, mask[..., :6])
+        real = laid_out.any(-1)[:, 0]
+        torch.testing.assert_close(cut[real], out[real], rtol=0, atol=0)
+
+
+class TestRefusals:
+    def test_training(self) -> None:
+        model = on("prefill", make(llama, torch.bfloat16))
+        with torch.enable_grad(), pytest.raises(NotImplementedError, match="forward pass only"):
+            model(input_ids=tokens(1, 5))
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.1
+        with pytest.raises(NotImplementedError, match=r"dropout=0\.1"):
+            model.train()(input_ids=tokens(1, 5))
+
+    def test_float32(self) -> None:
+        with pytest.raises(TypeError, match=r"LlamaAttention computes in torch\.float32"):
+            on("prefill", make(llama, torch.float32))(input_ids=tokens(1, 5))
+
+    @pytest.mark.parametrize("name", ["position_bias", "cu_seq_lens_q", "output_attentions"])
+    def test_unknown_arguments(self, name: str) -> None:
+        q = torch.zeros(1, 2, 3, 8).half()
+        module = torch.nn.Module()
+        with pytest.raises(NotImplementedError, match=f"Module passes {name}"):
+            prefill_attention(module, q, q, q, None, **{name: torch.ones(1)})
+        prefill_attention(module, q, q, q, None, **{name: None})
+
+    def test_masks(self) -> None:
+        q = torch.zeros(2, 2, 3, 8).half()
+        module = torch.nn.Module()
+        for mask, text in (
+            (torch.ones(2, 2, 3, 3, dtype=torch.bool), "one mask for all heads"),
+            (torch.ones(2, 3, dtype=torch.bool), "expected .batch or 1, 1, q_length"),
+            (torch.ones(2, 1, 3, 2, dtype=torch.bool), r"\(2, 1, 3, 2\)"),
+            (prefill_mask(2, 3, 4), r"\(2, 1, 3, 4\)"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                prefill_attention(module, q, q, q, mask)
+        with pytest.raises(TypeError, match="no additive bias"):
+            prefill_attention(module, q, q, q, torch.zeros(2, 1, 3, 3))
+
+    def test_a_window_to_both_sides_without_a_mask(self) -> None:
+        q = torch.zeros(1, 2, 3, 8).half()
+        with pytest.raises(NotImplementedError, match="left bound alone"):
+            prefill_attention(torch.nn.Module(), q, q, q, None, is_causal=False, sliding_window=2)
+
+    def test_backend(self) -> None:
+        with pytest.raises(ValueError, match="backend='cutlass' is unknown"):
+            register(backend="cutlass")
+        register(backend="fa2")
+        with pytest.raises(NotImplementedError, match="fa2 needs a CUDA device"):
+            on("prefill", make(llama, torch.bfloat16))(input_ids=tokens(1, 5))
+
+
+def test_an_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        transformers.masking_utils, "sdpa_mask", lambda batch_size, cache_position: None
+    )
+    with pytest.raises(ImportError, match=r"older form, without q_offset; expected 5\.24"):
+        register()
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_without_a_mask_the_layer_decides(length: int) -> None:
+    """As flash attention takes it: bottom-right causal, and the window."""
+    q = torch.randn(1, 4, length, 16).half()
+    k, v = torch.randn(2, 1, 2, 9, 16).half()
+    module = torch.nn.Module()
+    distance = torch.arange(9) - torch.arange(9 - length, 9)[:, None]
+    seen = (distance <= 0) & (distance > -4)
+    masked, _ = prefill_attention(module, q, k, v, seen[None, None])
+    causal, _ = prefill_attention(module, q, k, v, None, sliding_window=4)
+    torch.testing.assert_close(causal, masked, rtol=0, atol=0)
+    module.is_causal = False
+    full, _ = prefill_attention(module, q, k, v, None)
+    everything = torch.ones(1, 1, length, 9, dtype=torch.bool)
+    masked, _ = prefill_attention(module, q, k, v, everything)
+    torch.testing.assert_close(full, masked, rtol=0, atol=0)
