@@ -1,0 +1,165 @@
+"""This package behind FlashInfer's names: `install()`, and what calls FlashInfer calls this.
+
+    with prefill.compat.flashinfer.install():
+        flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)
+
+docs/flashinfer.md lists what differs. `from flashinfer import single_prefill_with_kv_cache` binds
+the function that is there at that moment: install before such imports run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefill.api import single_prefill_with_kv_cache as attention
+
+_NAME = "single_prefill_with_kv_cache"
+_WITH_LSE = "single_prefill_with_kv_cache_return_lse"
+_MODULES = ("flashinfer", "flashinfer.prefill")
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Tensor | None = None,
+    scale_k: Tensor | None = None,
+    scale_v: Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    **ours: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`prefill.single_prefill_with_kv_cache` in the order of FlashInfer's newest arguments.
+
+    `ours` are this package's own keywords (`sinks`, `out`, ...), for code that is on its way over.
+
+    Raises:
+        NotImplementedError: `kv_cache_sf`: there is no NVFP4 cache here. And whatever
+            `prefill.single_prefill_with_kv_cache` raises.
+    """
+    if kv_cache_sf is not None:
+        raise NotImplementedError(
+            "kv_cache_sf is given, and prefill has no NVFP4 key/value cache; expected None with "
+            "float16, bfloat16 or float8 k and v. uninstall() brings FlashInfer's function back."
+        )
+    result: Tensor | tuple[Tensor, Tensor] = attention(
+        q,
+        k,
+        v,
+        scale_q,
+        scale_k,
+        scale_v,
+        o_dtype,
+        custom_mask,
+        packed_custom_mask,
+        causal,
+        kv_layout,
+        pos_encoding_mode,
+        use_fp16_qk_reduction,
+        sm_scale,
+        window_left,
+        logits_soft_cap,
+        rope_scale,
+        rope_theta,
+        backend,
+        return_lse,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        **ours,
+    )
+    return result
+
+
+single_prefill_with_kv_cache_return_lse = functools.partial(
+    single_prefill_with_kv_cache, return_lse=True
+)
+
+
+class Installation:
+    """What one `install()` replaced; leaving it as a context puts that back."""
+
+    def __init__(self, replaced: list[tuple[ModuleType, str, Any]]) -> None:
+        self._replaced = replaced
+
+    def undo(self) -> None:
+        """Put FlashInfer's functions back; nothing where that has been done."""
+        for module, name, original in self._replaced:
+            setattr(module, name, original)
+        self._replaced.clear()
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+_installations: list[Installation] = []
+
+
+def install() -> Installation:
+    """Put this package's functions in the place of FlashInfer's, in `flashinfer` and its `prefill`.
+
+    Those are `single_prefill_with_kv_cache` and `single_prefill_with_kv_cache_return_lse`; all else
+    of FlashInfer stays. A second `install()` finds nothing to replace, and leaving it as a context
+    puts nothing back. For the whole process; not to be raced by threads.
+
+    Raises:
+        ImportError: FlashInfer is not installed.
+    """
+    replaced = []
+    ours = {
+        _NAME: single_prefill_with_kv_cache,
+        _WITH_LSE: single_prefill_with_kv_cache_return_lse,
+    }
+    for module_name in _MODULES:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ImportError(
+                "prefill.compat.flashinfer.install() replaces functions of FlashInfer, which is "
+                "not installed; call prefill.single_prefill_with_kv_cache, or pip install "
+                "flashinfer-python."
+            ) from error
+        replaced += [
+            (module, name, getattr(module, name))
+            for name, function in ours.items()
+            if getattr(module, name) is not function
+        ]
+    for module, name, _ in replaced:
+        setattr(module, name, ours[name])
+    installation = Installation(replaced)
+    _installations.append(installation)
+    return installation
+
+
+def uninstall() -> None:
+    """Undo every `install()`; nothing where there was none."""
+    while _installations:
+        _installations.pop().undo()

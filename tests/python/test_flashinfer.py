@@ -1,0 +1,116 @@
+"""This package behind FlashInfer's names. FlashInfer is a module made here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import prefill
+from fake_flashinfer import NAMES, fake_flashinfer, theirs
+from naive import make_qkv
+from prefill.compat import flashinfer as compat
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield fake_flashinfer(monkeypatch)
+    compat.uninstall()
+
+
+def functions(package: ModuleType) -> list[Any]:
+    return [getattr(each, name) for each in (package, package.prefill) for name in NAMES]
+
+
+def test_install_and_uninstall(flashinfer: ModuleType) -> None:
+    before, other = functions(flashinfer), flashinfer.merge_state
+    compat.install()
+    q, k, v = make_qkv(5, 9, (4, 2), 16)
+    expected = prefill.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True)
+    for module in (flashinfer, flashinfer.prefill):
+        out = module.single_prefill_with_kv_cache(q, k, v, causal=True)
+        assert torch.equal(out, expected[0])
+        out, lse = module.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+    compat.uninstall()
+    assert functions(flashinfer) == before
+    assert flashinfer.merge_state is other
+    compat.uninstall()
+    assert functions(flashinfer) == before
+
+
+def test_as_a_context(flashinfer: ModuleType) -> None:
+    before = functions(flashinfer)
+    with compat.install():
+        assert functions(flashinfer)[0] is compat.single_prefill_with_kv_cache
+    assert functions(flashinfer) == before
+    with pytest.raises(ZeroDivisionError), compat.install():
+        raise ZeroDivisionError
+    assert functions(flashinfer) == before
+
+
+def test_installed_twice(flashinfer: ModuleType) -> None:
+    before = functions(flashinfer)
+    with compat.install():
+        with compat.install():
+            pass
+        assert functions(flashinfer)[0] is compat.single_prefill_with_kv_cache
+    assert functions(flashinfer) == before
+    compat.install()
+    compat.install()
+    compat.uninstall()
+    assert functions(flashinfer) == before
+
+
+def test_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ImportError, match="not installed; call prefill"):
+        compat.install()
+
+
+def test_without_its_prefill_nothing_is_replaced(
+    flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", None)
+    with pytest.raises(ImportError):
+        compat.install()
+    assert flashinfer.single_prefill_with_kv_cache is theirs
+
+
+def test_every_argument_by_position_reaches_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In FlashInfer's order, in which kv_cache_sf, k_scale and v_scale follow return_lse."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(compat, "attention", lambda *args, **kwargs: seen.append((args, kwargs)))
+    given = [object() for _ in range(20)]
+    k_scale, v_scale, sinks = object(), object(), object()
+    compat.single_prefill_with_kv_cache(*given, None, k_scale, v_scale, sinks=sinks)  # type: ignore[arg-type]
+    ((args, kwargs),) = seen
+    assert list(args) == given
+    assert kwargs == {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+
+
+def test_scales_by_position() -> None:
+    q, k, v = make_qkv(5, 9, (4, 2), 16)
+    positional = [None] * 6 + [False, "NHD", "NONE", False, None, -1, None, None, None]
+    out = compat.single_prefill_with_kv_cache(
+        q, k, v, *positional, "reference", False, None, 0.5, 2.0
+    )
+    expected = prefill.single_prefill_with_kv_cache(q, k, v, k_scale=0.5, v_scale=2.0)
+    assert torch.equal(out, expected)
+
+
+def test_what_differs_is_refused() -> None:
+    q, k, v = make_qkv(5, 9, (4, 2), 16)
+    with pytest.raises(NotImplementedError, match="no NVFP4"):
+        compat.single_prefill_with_kv_cache(q, k, v, kv_cache_sf=(k, v))
+    with pytest.raises(ValueError, match="backend='cudnn' is unknown"):
+        compat.single_prefill_with_kv_cache(q, k, v, backend="cudnn")
+    with pytest.raises(NotImplementedError, match="backend='reference' can"):
+        compat.single_prefill_with_kv_cache(q, k, v, backend="fa3")
+    with pytest.raises(ValueError, match="would have no effect"):
+        compat.single_prefill_with_kv_cache(q, k, v, rope_theta=1e4)
