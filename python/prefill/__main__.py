@@ -1,4 +1,7 @@
-"""`python -m prefill`: `demo` shows every backend at work, `info` what is here, `bench` times."""
+"""`python -m prefill`: `demo` shows every backend at work, `info` what is here, `bench` times.
+
+`check` tests this installation on this device; `explain` tells what a call would do on any.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from prefill import bench, demo, info
+from prefill import bench, check, demo, explain_command, info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,11 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about.add_argument("--json", action="store_true", help="as JSON")
     timed = commands.add_parser("bench", help="GPU time beside torch's and FlashInfer's attention")
     bench.add_arguments(timed)
+    tested = commands.add_parser("check", help="test this installation on this device: seconds")
+    tested.add_argument("--device", help="cuda (the default where there is one), cuda:1, cpu")
+    told = commands.add_parser("explain", help="what a call would do, here or on another device")
+    explain_command.add_arguments(told)
     options = parser.parse_args(arguments)
     if options.command == "demo":
         return demo.run(options.device)
     if options.command == "bench":
         return bench.run(options)
+    if options.command == "check":
+        return check.run(options.device)
+    if options.command == "explain":
+        return explain_command.run(options)
     collected = info.collect()
     print(json.dumps(collected, indent=2) if options.json else info.render(collected))
     return 0

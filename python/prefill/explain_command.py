@@ -1,0 +1,175 @@
+"""`python -m prefill explain`: what a call would do, told without its tensors or its device."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefill import support
+from prefill.explain import Explanation, explain_request
+from prefill.request import BACKENDS, KV_LAYOUTS, POS_ENCODING_MODES, make_request
+from prefill.support import DeviceInfo
+
+DEVICES: dict[str, tuple[int, int]] = {
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "3090": (8, 6),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "4090": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "5090": (12, 0),
+}
+"""Compute capabilities of devices that can be named."""
+SMEM_PER_BLOCK: dict[tuple[int, int], int] = {
+    (7, 5): 64 << 10,
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (12, 0): 99 << 10,
+}
+"""Bytes of shared memory that a block may opt in to (CUDA C++ Programming Guide, capabilities)."""
+DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The call's arguments as options; what is left out has the function's default."""
+    parser.add_argument("--qo-len", type=int, required=True)
+    parser.add_argument("--kv-len", type=int, required=True)
+    parser.add_argument(
+        "--heads", type=_pair, default=(32, 8), help="query/key heads (default: 32/8)"
+    )
+    parser.add_argument(
+        "--head-dim", type=_pair, default=(128, 128), help="128, or 192/128 for q and k / v"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of q (bfloat16)")
+    parser.add_argument("--kv-dtype", choices=DTYPES, help="of k and v (that of q)")
+    parser.add_argument("--o-dtype", choices=DTYPES, help="of the output")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window-left", type=int, default=-1)
+    parser.add_argument("--mask", choices=("bool", "packed"), help="a custom mask")
+    parser.add_argument("--logits-soft-cap", type=float)
+    parser.add_argument("--pos-encoding-mode", choices=POS_ENCODING_MODES, default="NONE")
+    parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="NHD")
+    parser.add_argument("--use-fp16-qk-reduction", action="store_true")
+    parser.add_argument("--return-lse", action="store_true")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument(
+        "--device",
+        help=f"the device to pretend: {', '.join(DEVICES)}, sm_86, cpu; or one that is here, as "
+        "cuda or cuda:1 (default: cuda where there is one, else cpu)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the explanation; 0, or 1 where the call would be refused, 2 where it is no call."""
+    try:
+        explanation = explained(options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(explanation)
+    return 0 if explanation.backend is not None else 1
+
+
+def explained(options: argparse.Namespace) -> Explanation:
+    """What `prefill.explain` says of such a call; ValueError for a device that nobody knows."""
+    device = device_named(options.device)
+    q, k, v = _tensors(options)
+    qo_len, kv_len = options.qo_len, options.kv_len
+    arguments: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in (
+            "causal",
+            "window_left",
+            "logits_soft_cap",
+            "pos_encoding_mode",
+            "kv_layout",
+            "use_fp16_qk_reduction",
+            "return_lse",
+            "backend",
+        )
+    }
+    if options.o_dtype is not None:
+        arguments["o_dtype"] = getattr(torch, options.o_dtype)
+    if options.mask == "bool":
+        arguments["custom_mask"] = torch.empty(qo_len, kv_len, dtype=torch.bool, device="meta")
+    elif options.mask == "packed":
+        size = (qo_len * kv_len + 7) // 8
+        arguments["packed_custom_mask"] = torch.empty(size, dtype=torch.uint8, device="meta")
+    if options.sinks:
+        arguments["sinks"] = torch.empty(options.heads[0], device="meta")
+    request = make_request(q, k, v, **arguments)
+    with _pretended(device):
+        return explain_request(request)
+
+
+def device_named(name: str | None) -> DeviceInfo:
+    """The facts about a device that is here, or that only its name is known of."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    lower = name.lower()
+    here = re.fullmatch(r"cpu|cuda(?::(\d+))?", lower)
+    if here is not None:
+        if lower != "cpu" and int(here[1] or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device {name} is not here; name the device to pretend, as a100.")
+        return support.device_info(torch.device(lower))
+    number = re.fullmatch(r"sm_?(\d+)(\d)[af]?", lower)
+    capability = (int(number[1]), int(number[2])) if number else DEVICES.get(lower)
+    if capability is None:
+        raise ValueError(
+            f"--device {name} is unknown; expected one of {', '.join(DEVICES)}, a compute "
+            "capability as sm_86, cpu, or a device that is here as cuda:0."
+        )
+    return DeviceInfo("cuda", 0, name.upper(), capability, SMEM_PER_BLOCK.get(capability, 0))
+
+
+def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v without memory: aligned and dense, as explain would have to see for copies."""
+    (heads, kv_heads), (dim_qk, dim_vo) = options.heads, options.head_dim
+    dtype = getattr(torch, options.dtype)
+    kv_dtype = dtype if options.kv_dtype is None else getattr(torch, options.kv_dtype)
+    outer = (options.kv_len, kv_heads)
+    if options.kv_layout == "HND":
+        outer = outer[::-1]
+    return (
+        torch.empty(options.qo_len, heads, dim_qk, dtype=dtype, device="meta"),
+        torch.empty(*outer, dim_qk, dtype=kv_dtype, device="meta"),
+        torch.empty(*outer, dim_vo, dtype=kv_dtype, device="meta"),
+    )
+
+
+@contextmanager
+def _pretended(pretended: DeviceInfo) -> Iterator[None]:
+    """Every tensor counts as one on that device: `explain` asks `support` alone about devices."""
+    asked = support.device_info
+
+    def answer(device: torch.device) -> DeviceInfo:
+        return pretended
+
+    support.device_info = answer
+    try:
+        yield
+    finally:
+        support.device_info = asked
+
+
+def _pair(text: str) -> tuple[int, int]:
+    """'32/8' -> (32, 8); '128' -> (128, 128)."""
+    match = re.fullmatch(r"(\d+)(?:/(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or two as 32/8")
+    return int(match[1]), int(match[2] or match[1])

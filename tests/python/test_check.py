@@ -1,0 +1,210 @@
+"""`python -m prefill check`: a self-test that passes here, and would say what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from exactness import expect
+from fakes import cuda, library, pretend
+from naive import naive_attention
+from prefill import check, reference, support
+from prefill.__main__ import main
+from prefill.backends import NativeBackend
+from prefill.plain import plain_attention
+
+CPU = torch.device("cpu")
+SMALL = (22, 47)
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "KERNEL_LENGTHS", SMALL)
+    monkeypatch.setattr(check, "REFERENCE_LENGTHS", SMALL)
+    monkeypatch.setattr(check, "REFERENCE_HEAD_DIMS", ((24, 16),))
+
+
+def test_on_the_cpu_from_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "prefill", "check", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "checking on cpu"
+    assert len([line for line in lines if line.startswith("reference ") and ": ok (" in line]) == 4
+    assert "fa3 NOT CHECKED: it needs a CUDA device, and this is the cpu" in lines
+    assert "fa2 NOT CHECKED: it needs a CUDA device, and this is the cpu" in lines
+    assert lines[-1] == "all that was checked is right; not checked: fa3, fa2"
+
+
+@pytest.mark.usefixtures("_small")
+def test_kernels_that_are_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = pretend(monkeypatch, native=library(classes=((64, 64),)))
+    assert main(["check", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for backend in ("fa2", "fa3"):
+        for group in ("float16 64x64", "bfloat16 64x64"):
+            assert any(line.startswith(f"{backend} {group}: ok (15 calls") for line in lines)
+    assert lines[-1] == "all that was checked is right"
+    assert {call["backend"] for call in kernel.calls} == {"fa2", "fa3"}
+
+
+def drop(*names: str) -> Any:
+    return lambda arguments: arguments | dict.fromkeys(names)
+
+
+WRONG = {
+    "causal": (lambda given: given | {"window_right": -1}, "causal"),
+    "one key too many": (
+        lambda given: given | {"window_left": given["window_left"] + 1},
+        "window",
+    ),
+    "soft cap": (lambda given: given | {"soft_cap": 0.0}, "soft cap"),
+    "ALiBi": (lambda given: given | {"alibi": False}, "ALiBi"),
+    "RoPE": (lambda given: given | {"rope": False}, "RoPE"),
+    "mask": (drop("mask"), "bool mask"),
+    "sinks": (drop("sinks"), "sinks"),
+    "scales": (drop("scale_k"), "scales per head"),
+    "scale of v": (drop("scale_v"), "scales per head"),
+    "LSE": (lambda given: given | {"lse_scale": given["lse_scale"] * 1.01}, "full"),
+}
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("fault", WRONG)
+def test_kernels_that_are_wrong(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, call = WRONG[fault]
+    kernel = pretend(monkeypatch, native=library(classes=((64, 64),), dtypes=("float16",)))
+    right = type(kernel).__call__
+    names = right.__code__.co_varnames[1 : right.__code__.co_argcount]
+
+    def wrong(self: Any, *args: Any) -> None:
+        right(self, **change(dict(zip(names, args, strict=True))))
+
+    monkeypatch.setattr(type(kernel), "__call__", wrong)
+    assert check.run("cpu") == 1
+    text = capsys.readouterr().out
+    assert "fa2 float16 64x64: WRONG (" in text
+    assert f"  wrong: {call}: " in text
+    assert text.endswith("SOMETHING IS WRONG: see above\n")
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(
+    ("spoil", "calls"),
+    [
+        (lambda out, number: out.fill_(torch.nan), 15),
+        (lambda out, number: out.mul_(1 + 2.0**-8), 15),
+        (lambda out, number: out[0, 0].add_(0.01 * number), 15),
+    ],
+    ids=["NaN", "off by a unit", "another result each time"],
+)
+def test_spoilt_results(
+    spoil: Any, calls: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = pretend(
+        monkeypatch,
+        native=library(archs={"fa2": ["80-real"]}, classes=((64, 64),)),
+        device=cuda(8, 0),
+    )
+    right, number = type(kernel).__call__, iter(range(10**6))
+
+    def wrong(self: Any, *args: Any) -> None:
+        right(self, *args)
+        spoil(args[4], next(number))
+
+    monkeypatch.setattr(type(kernel), "__call__", wrong)
+    assert check.run("cpu") == 1
+    text = capsys.readouterr().out
+    assert text.count("  wrong: ") >= calls
+    assert "fa3 NOT CHECKED: fa3 is not in this build, which has fa2" in text
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_reference_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = reference.range_mask
+    monkeypatch.setattr(
+        reference, "range_mask", lambda rows, keys, offset, *rest: right(rows, keys, 0, *rest)
+    )
+    assert check.run("cpu") == 1
+    text = capsys.readouterr().out
+    assert "reference float16 24x16: WRONG" in text
+    assert "  wrong: causal: " in text
+    assert "  wrong: full" not in text
+
+
+@pytest.mark.usefixtures("_small")
+def test_calls_that_a_backend_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, native=library(classes=((64, 64),), dtypes=("float16",)))
+    asked = NativeBackend.unsupported_reasons
+
+    def picky(self: NativeBackend, request: Any, device: Any) -> list[str]:
+        return ["no sinks today"] if request.sinks is not None else asked(self, request, device)
+
+    monkeypatch.setattr(NativeBackend, "unsupported_reasons", picky)
+    assert check.run("cpu") == 0
+    text = capsys.readouterr().out
+    assert "fa3 float16 64x64: ok (14 calls" in text
+    assert text.count("  not taken: sinks: no sinks today\n") == 2
+
+
+def test_a_gpu_for_which_there_are_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, cuda(7, 5))
+    monkeypatch.setattr(check, "calls", lambda *_: [])
+    assert check.run("cpu") == 0
+    text = capsys.readouterr().out
+    assert "fa2 NOT CHECKED: the device has compute capability 7.5" in text
+
+
+@pytest.mark.usefixtures("_small")
+def test_plain_attention() -> None:
+    """Against the tests' own two readings of the spec: in numpy, row by row, and in torch."""
+    for call in check.calls(torch.float16, (24, 16), SMALL, CPU):
+        arguments = call.arguments if call.plain is None else call.plain
+        out, lse = plain_attention(call.q, call.k, call.v, **arguments)
+        others = {n: x for n, x in call.arguments.items() if n != "kv_layout"}
+        naive, naive_lse = naive_attention(call.q, call.k, call.v, **others)
+        tolerance = {"rtol": 1e-9, "atol": 1e-7 if call.name == "ALiBi" else 1e-9}
+        torch.testing.assert_close(out, naive, **tolerance)
+        torch.testing.assert_close(lse, naive_lse, **tolerance)
+        if "packed_custom_mask" not in others:
+            right = expect(call.q, call.k, call.v, **others)
+            torch.testing.assert_close(out, right.out, **tolerance)
+            torch.testing.assert_close(lse, right.lse, **tolerance)
+
+
+def test_calls_use_every_backend_s_features() -> None:
+    used = {
+        name for call in check.calls(torch.float16, (64, 64), SMALL, CPU) for name in call.arguments
+    }
+    assert used >= {
+        *("causal", "window_left", "custom_mask", "packed_custom_mask", "logits_soft_cap"),
+        *("pos_encoding_mode", "sinks", "scale_q", "scale_k", "scale_v", "kv_layout"),
+    }
+
+
+def test_device_of_the_check_is_the_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+    monkeypatch.setattr(
+        check, "calls", lambda dtype, dims, lengths, device: devices.append(device) or []
+    )
+    assert check.run("cpu") == 0
+    assert set(devices) == {CPU}
+    assert support.device_info(CPU).type == "cpu"
