@@ -8,6 +8,7 @@ line a group; seconds in all.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from prefill import support
 from prefill.api import explain, single_prefill_with_kv_cache_return_lse
 from prefill.backends import PRIORITY
+from prefill.devices import device_here
 from prefill.packing import packbits
 from prefill.plain import plain_attention
 from prefill.request import HALF_DTYPES
@@ -70,8 +72,15 @@ class Verdict:
 
 
 def run(device_name: str | None = None) -> int:
-    """Print a line for each group; 0 if all that could be checked is right, else 1."""
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Print a line for each group; 0 if all that could be checked is right, else 1.
+
+    2 where this machine has no such device.
+    """
+    try:
+        device = device_here(device_name)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     info = support.device_info(device)
     print(f"checking on {info}")
     passed = True

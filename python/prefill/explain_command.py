@@ -13,34 +13,11 @@ import torch
 from torch import Tensor
 
 from prefill import support
+from prefill.devices import DEVICES, device_info_of
 from prefill.explain import Explanation, explain_request
 from prefill.request import BACKENDS, KV_LAYOUTS, POS_ENCODING_MODES, make_request
 from prefill.support import DeviceInfo
 
-DEVICES: dict[str, tuple[int, int]] = {
-    "t4": (7, 5),
-    "a100": (8, 0),
-    "a10": (8, 6),
-    "3090": (8, 6),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "4090": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "5090": (12, 0),
-}
-"""Compute capabilities of devices that can be named."""
-SMEM_PER_BLOCK: dict[tuple[int, int], int] = {
-    (7, 5): 64 << 10,
-    (8, 0): 163 << 10,
-    (8, 6): 99 << 10,
-    (8, 9): 99 << 10,
-    (9, 0): 227 << 10,
-    (10, 0): 227 << 10,
-    (12, 0): 99 << 10,
-}
-"""Bytes of shared memory that a block may opt in to (CUDA C++ Programming Guide, capabilities)."""
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 
 
@@ -87,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 def explained(options: argparse.Namespace) -> Explanation:
     """What `prefill.explain` says of such a call; ValueError for a device that nobody knows."""
-    device = device_named(options.device)
+    device = device_info_of(options.device)
     q, k, v = _tensors(options)
     qo_len, kv_len = options.qo_len, options.kv_len
     arguments: dict[str, Any] = {
@@ -115,26 +92,6 @@ def explained(options: argparse.Namespace) -> Explanation:
     request = make_request(q, k, v, **arguments)
     with _pretended(device):
         return explain_request(request)
-
-
-def device_named(name: str | None) -> DeviceInfo:
-    """The facts about a device that is here, or that only its name is known of."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    lower = name.lower()
-    here = re.fullmatch(r"cpu|cuda(?::(\d+))?", lower)
-    if here is not None:
-        if lower != "cpu" and int(here[1] or 0) >= torch.cuda.device_count():
-            raise ValueError(f"--device {name} is not here; name the device to pretend, as a100.")
-        return support.device_info(torch.device(lower))
-    number = re.fullmatch(r"sm_?(\d+)(\d)[af]?", lower)
-    capability = (int(number[1]), int(number[2])) if number else DEVICES.get(lower)
-    if capability is None:
-        raise ValueError(
-            f"--device {name} is unknown; expected one of {', '.join(DEVICES)}, a compute "
-            "capability as sm_86, cpu, or a device that is here as cuda:0."
-        )
-    return DeviceInfo("cuda", 0, name.upper(), capability, SMEM_PER_BLOCK.get(capability, 0))
 
 
 def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:

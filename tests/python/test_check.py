@@ -200,6 +200,13 @@ def test_calls_use_every_backend_s_features() -> None:
     }
 
 
+def test_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.run("cuda:63") == 2
+    answer = capsys.readouterr()
+    assert "--device cuda:63 is not here; expected cpu or one of" in answer.err
+    assert answer.out == ""
+
+
 def test_device_of_the_check_is_the_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = []
     monkeypatch.setattr(

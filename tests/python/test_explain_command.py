@@ -9,7 +9,7 @@ import prefill
 from fakes import library, pretend
 from prefill import explain_command, support
 from prefill.__main__ import main
-from prefill.explain_command import DEVICES, SMEM_PER_BLOCK, device_named
+from prefill.devices import DEVICES, SMEM_PER_BLOCK, device_info_of
 
 CALL = ("explain", "--qo-len", "128", "--kv-len", "4096")
 
@@ -103,7 +103,7 @@ def test_says_what_explain_says(
     options, arguments = OPTIONS[name]
     pretend(monkeypatch)
     shapes = ("--heads", "8/2", "--head-dim", "192/128", "--dtype", "float16")
-    monkeypatch.setattr(explain_command, "device_named", lambda _: support.device_info(_))
+    monkeypatch.setattr(explain_command, "device_info_of", lambda _: support.device_info(_))
     text = said(capsys, *shapes, *options)
     q = torch.zeros(128, 8, 192).half()
     k, v = torch.zeros(4096, 2, 192).half(), torch.zeros(4096, 2, 128).half()
@@ -132,8 +132,8 @@ def test_passes_of_mixed_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
         (("--head-dim", "100"), "head_dim_qk=100 is not supported"),
         (("--dtype", "float32"), "q, k, v have dtypes torch.float32"),
         (("--use-fp16-qk-reduction",), "it needs both in torch.float16"),
-        (("--device", "voodoo"), "--device voodoo is unknown; expected one of t4, a100"),
-        (("--device", "cuda:63"), "--device cuda:63 is not here; name the device to pretend"),
+        (("--device", "voodoo"), "--device voodoo is not here; expected cpu or one of"),
+        (("--device", "cuda:63"), "To pretend a device name one of t4, a100"),
     ],
 )
 def test_what_is_no_call(
@@ -154,7 +154,7 @@ def test_pairs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_device_it_takes_the_one_that_is_here() -> None:
     expected = "cuda" if torch.cuda.is_available() else "cpu"
-    assert device_named(None) == support.device_info(torch.device(expected))
+    assert device_info_of(None) == support.device_info(torch.device(expected))
 
 
 def test_each_named_device_has_its_shared_memory() -> None:
