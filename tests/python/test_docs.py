@@ -1,0 +1,43 @@
+"""The Python code of the README and of docs/ runs, on the CPU.
+
+The blocks of a page run one after another in one namespace, as a reader would paste them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fake_flashinfer import fake_flashinfer
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = {
+    str(path.relative_to(ROOT)): blocks
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if (blocks := list(BLOCK.finditer(path.read_text())))
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flashinfer(monkeypatch)
+    text = (ROOT / page).read_text()
+    namespace: dict[str, object] = {"__name__": page}
+    for block in PAGES[page]:
+        # Empty lines keep the numbers of the lines: a traceback points into the page.
+        code = "\n" * text[: block.start(1)].count("\n") + block[1]
+        exec(compile(code.replace('"cuda"', '"cpu"'), page, "exec"), namespace)
+
+
+def test_pages_with_code_are_found() -> None:
+    assert {"README.md", "docs/flashinfer.md", "docs/masks.md"} <= set(PAGES)
+
+
+def test_links() -> None:
+    """What a page links to in this repository is there."""
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
