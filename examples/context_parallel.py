@@ -1,0 +1,99 @@
+"""Context parallelism: one sequence over several processes, keys and values going round a ring.
+
+Each process holds a part of the sequence: its rows, and their keys and values. In every step it
+attends to the part of the keys that it has just got, and passes that on to its neighbour. A part
+before its own is seen whole, its own is causal, one after it is not seen at all. What comes of each
+step is a partial result with its LSE; at the end `merge_states` makes them one.
+
+Run it: python examples/context_parallel.py
+(With two GPUs it uses them over NCCL, else two processes on the CPU over gloo.)
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from prefill import (
+    merge_states,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+
+PROCESSES, PART = 2, 96
+NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 64
+
+
+def sequence(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of the whole sequence, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(PROCESSES * PART, heads, HEAD_DIM, generator=generator).to(
+            device, torch.float16
+        )
+        for heads in (NUM_QO_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    )
+    return q, k, v
+
+
+def pass_on(kv: Tensor, rank: int) -> Tensor:
+    """Give these keys and values to the next process, and take the previous one's."""
+    received = torch.empty_like(kv)
+    there = dist.P2POp(dist.isend, kv, (rank + 1) % PROCESSES)
+    back = dist.P2POp(dist.irecv, received, (rank - 1) % PROCESSES)
+    for work in dist.batch_isend_irecv([there, back]):
+        work.wait()
+    return received
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, rank: int) -> Tensor:
+    """Causal attention of this process's rows over all keys before them."""
+    kv = torch.stack((k, v))
+    states = []
+    for step in range(PROCESSES):
+        owner = (rank - step) % PROCESSES
+        if owner <= rank:
+            states.append(
+                single_prefill_with_kv_cache_return_lse(q, kv[0], kv[1], causal=owner == rank)
+            )
+        if step < PROCESSES - 1:
+            kv = pass_on(kv, rank)
+    outs, lses = zip(*states, strict=True)
+    return merge_states(torch.stack(outs, 1), torch.stack(lses, 1))[0]
+
+
+def work(rank: int, store: str, use_gpus: bool) -> None:
+    """One process: its part of the sequence, and the comparison with one call over all of it."""
+    device = torch.device("cuda", rank) if use_gpus else torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if use_gpus else "gloo", f"file://{store}", rank=rank, world_size=PROCESSES
+    )
+    try:
+        q, k, v = sequence(device)
+        own = slice(rank * PART, (rank + 1) * PART)
+        out = ring_attention(q[own], k[own], v[own], rank)
+        whole = single_prefill_with_kv_cache(q, k, v, causal=True)[own]
+        torch.testing.assert_close(out, whole, rtol=2e-3, atol=2e-3)
+        error = (out - whole).abs().max()
+        dist.reduce(error, 0, dist.ReduceOp.MAX)
+        if rank == 0:
+            print(
+                f"{PROCESSES} processes with {PART} rows each: largest difference from one call "
+                f"{error.item():.1e}"
+            )
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    use_gpus = torch.cuda.device_count() >= PROCESSES and dist.is_nccl_available()
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(work, (f"{folder}/store", use_gpus), nprocs=PROCESSES)
+
+
+if __name__ == "__main__":
+    main()
