@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from exactness import expect
-from fakes import cuda, library, pretend
+from fakes import StubKernel, cuda, library, pretend
 from naive import naive_attention
 from prefill import check, reference, support
 from prefill.__main__ import main
 from prefill.backends import NativeBackend
 from prefill.plain import plain_attention
+from prefill.rope import alibi_slopes, rope_angles
 
 CPU = torch.device("cpu")
 SMALL = (22, 47)
+ARGUMENTS = tuple(inspect.signature(StubKernel.__call__).parameters)[1:]
 
 
 @pytest.fixture
@@ -58,6 +64,74 @@ def test_kernels_that_are_right(
     assert {call["backend"] for call in kernel.calls} == {"fa2", "fa3"}
 
 
+def tensor_cores(_: StubKernel, *args: Any) -> None:
+    """What kernels compute: 16-bit weights, float32 sums, rotations in float32."""
+    given = dict(zip(ARGUMENTS, args, strict=True))
+    q, k, v, out, lse = (given[name] for name in ("q", "k", "v", "out", "lse"))
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    (rows, heads, _), keys = q.shape, k.shape[0]
+    if given["rope"]:
+        q, k = rotated(q, keys - rows), rotated(k, 0)
+    group = heads // k.shape[1]
+    scale = torch.full((heads, 1, 1), given["sm_scale"])
+    for factor, repeat in ((given["scale_q"], 1), (given["scale_k"], group)):
+        if factor is not None:
+            scale = scale * factor.repeat_interleave(repeat)[:, None, None]
+    q, k, v = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (q, k, v))
+    logits = torch.einsum("ihd,jhd->hij", q, k) * scale
+    if given["soft_cap"]:
+        logits = given["soft_cap"] * torch.tanh(logits / given["soft_cap"])
+    distance = torch.arange(keys) - torch.arange(keys - rows, keys)[:, None]
+    if given["alibi"]:
+        logits = logits + alibi_slopes(heads)[:, None, None] * distance
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if given["mask"] is not None:
+        mask = given["mask"]
+        if mask.dtype == torch.uint8:
+            bit = torch.arange(rows * keys)
+            mask = (mask[bit // 8] >> (bit % 8) & 1).bool().view(rows, keys)
+        seen &= mask
+    if given["window_left"] >= 0:
+        seen &= distance >= -given["window_left"]
+    if given["window_right"] >= 0:
+        seen &= distance <= given["window_right"]
+    logits = logits.masked_fill(~seen, -torch.inf)
+    peak = logits.amax(-1, keepdim=True)
+    peak = torch.where(peak.isinf(), 0.0, peak)
+    weights = torch.exp(logits - peak)
+    total = weights.sum(-1, keepdim=True)
+    if given["sinks"] is not None:
+        total = total + torch.exp(given["sinks"][:, None, None] - peak)
+    sums = torch.einsum("hij,jhd->ihd", weights.to(out.dtype).float(), v)
+    if given["scale_v"] is not None:
+        sums = sums * given["scale_v"].repeat_interleave(group)[:, None]
+    empty = (total == 0).transpose(0, 1)
+    out.copy_(torch.where(empty, 0.0, sums / total.transpose(0, 1)))
+    lse.copy_(((peak + total.log()) / math.log(2.0))[..., 0].t())
+
+
+def rotated(x: Tensor, first: int) -> Tensor:
+    angle = rope_angles(torch.arange(first, first + len(x)), x.shape[-1], 1.0, 1e4)
+    cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))
+    one, other = x.float().chunk(2, -1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_honest_16_bit_arithmetic_passes(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And comes near what is allowed: the bound is no wider than it must be."""
+    native = library(archs={"fa2": ["80-real"]}, classes=((128, 128),), dtypes=(dtype,))
+    kernel = pretend(monkeypatch, cuda(8, 0), native)
+    monkeypatch.setattr(type(kernel), "__call__", tensor_cores)
+    monkeypatch.setattr(check, "REFERENCE_HEAD_DIMS", ())
+    assert check.run("cpu") == 0
+    told = re.search(r"ok \(15 calls, largest error ([\d.]+) of", capsys.readouterr().out)
+    assert told is not None
+    assert 0.4 < float(told[1]) < 1.0
+
+
 def drop(*names: str) -> Any:
     return lambda arguments: arguments | dict.fromkeys(names)
 
@@ -87,10 +161,9 @@ def test_kernels_that_are_wrong(
     change, call = WRONG[fault]
     kernel = pretend(monkeypatch, native=library(classes=((64, 64),), dtypes=("float16",)))
     right = type(kernel).__call__
-    names = right.__code__.co_varnames[1 : right.__code__.co_argcount]
 
     def wrong(self: Any, *args: Any) -> None:
-        right(self, **change(dict(zip(names, args, strict=True))))
+        right(self, **change(dict(zip(ARGUMENTS, args, strict=True))))
 
     monkeypatch.setattr(type(kernel), "__call__", wrong)
     assert check.run("cpu") == 1
@@ -198,6 +271,35 @@ def test_calls_use_every_backend_s_features() -> None:
         *("causal", "window_left", "custom_mask", "packed_custom_mask", "logits_soft_cap"),
         *("pos_encoding_mode", "sinks", "scale_q", "scale_k", "scale_v", "kv_layout"),
     }
+
+
+@pytest.mark.usefixtures("_small")
+def test_kernels_that_cannot_be_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another dtype of queries, or too large for the device's shared memory."""
+    dtypes = ("float16", "float8_e4m3fn")
+    native = library(classes=((64, 64),), dtypes=dtypes, smem_bytes=200 << 10)
+    pretend(monkeypatch, cuda(8, 6, 99 << 10), native)
+    assert check.run("cpu") == 0
+    text = capsys.readouterr().out
+    assert "fa2 float8_e4m3fn 64x64 NOT CHECKED: the check has bounds for 16-bit queries" in text
+    assert "fa2 float16 64x64 NOT CHECKED: full: kernel fa2_float16_64x64 needs 204800" in text
+    assert text.endswith("not checked: fa3, fa2 float16 64x64, fa2 float8_e4m3fn 64x64\n")
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_call_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = pretend(monkeypatch, native=library(classes=((64, 64),), dtypes=("float16",)))
+
+    def failing(self: Any, *args: Any) -> None:
+        raise RuntimeError("cudaErrorNoKernelImageForDevice")
+
+    monkeypatch.setattr(type(kernel), "__call__", failing)
+    assert check.run("cpu") == 1
+    assert "  wrong: full: cudaErrorNoKernelImageForDevice" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
