@@ -203,6 +203,24 @@ def test_generation(model: Callable[[], Any], seed: int, cache: str | None) -> N
     assert (2 * off < best - second).all()
 
 
+def test_compiled() -> None:
+    """One graph: while traced, masks are laid out and nothing is read on the host."""
+    eager = on("prefill", make(mistral, torch.bfloat16))
+    mask = padded([19, 7], "left")
+    inputs = {"input_ids": tokens(2, 19) * mask, "attention_mask": mask}
+    compiled = torch.compile(eager, backend="eager", fullgraph=True)
+    kept = mask.bool()
+    assert torch.equal(result(compiled, **inputs)[kept], result(eager, **inputs)[kept])
+
+
+def test_from_a_configuration() -> None:
+    config = llama().config
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="prefill", dtype=torch.float16
+    )
+    assert_as_good_as_eager(model.eval(), input_ids=tokens(1, 5))
+
+
 def test_attention_is_called_with_lengths_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal, windowed and padded: no mask, and no key of padding."""
     calls: list[dict[str, Any]] = []
