@@ -88,10 +88,17 @@ def test_every_argument_by_position_reaches_ours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compat, "attention", lambda *args, **kwargs: seen.append((args, kwargs)))
     given = [object() for _ in range(20)]
     k_scale, v_scale, sinks = object(), object(), object()
-    compat.single_prefill_with_kv_cache(*given, None, k_scale, v_scale, sinks=sinks)  # type: ignore[arg-type]
+    compat.single_prefill_with_kv_cache(*given, None, k_scale, v_scale, sinks=sinks)
     ((args, kwargs),) = seen
     assert list(args) == given
     assert kwargs == {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks}
+
+
+def test_too_much_is_refused() -> None:
+    with pytest.raises(TypeError, match="at most 23 arguments are taken by position, 24 were"):
+        compat.single_prefill_with_kv_cache(*[None] * 24)
+    with pytest.raises(TypeError, match="k_scale given by position and by keyword"):
+        compat.single_prefill_with_kv_cache(*[None] * 22, k_scale=2.0)
 
 
 def test_scales_by_position() -> None:

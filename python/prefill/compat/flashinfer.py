@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from types import ModuleType, TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from prefill.api import single_prefill_with_kv_cache as attention
@@ -22,72 +22,41 @@ from prefill.api import single_prefill_with_kv_cache as attention
 _NAME = "single_prefill_with_kv_cache"
 _WITH_LSE = "single_prefill_with_kv_cache_return_lse"
 _MODULES = ("flashinfer", "flashinfer.prefill")
+_NEWER = ("kv_cache_sf", "k_scale", "v_scale")
+_SHARED = sum(
+    parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for parameter in inspect.signature(attention).parameters.values()
+)
+"""How many arguments both have by position, in one order."""
 
 
-def single_prefill_with_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale_q: Tensor | None = None,
-    scale_k: Tensor | None = None,
-    scale_v: Tensor | None = None,
-    o_dtype: torch.dtype | None = None,
-    custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None,
-    causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_fp16_qk_reduction: bool = False,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-    k_scale: Tensor | float | None = None,
-    v_scale: Tensor | float | None = None,
-    **ours: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+def single_prefill_with_kv_cache(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
     """`prefill.single_prefill_with_kv_cache` in the order of FlashInfer's newest arguments.
 
-    `ours` are this package's own keywords (`sinks`, `out`, ...), for code that is on its way over.
+    FlashInfer takes `kv_cache_sf`, `k_scale` and `v_scale` by position too, after the arguments
+    that both have. This package's own keywords (`sinks`, `out`, ...) are taken as well, for code
+    that is on its way over.
 
     Raises:
         NotImplementedError: `kv_cache_sf`: there is no NVFP4 cache here. And whatever
             `prefill.single_prefill_with_kv_cache` raises.
     """
-    if kv_cache_sf is not None:
+    shared, newer = args[:_SHARED], args[_SHARED:]
+    if len(newer) > len(_NEWER):
+        most = _SHARED + len(_NEWER)
+        raise TypeError(f"at most {most} arguments are taken by position, {len(args)} were given")
+    kwargs = {"kv_cache_sf": None} | kwargs
+    by_position = dict(zip(_NEWER, newer, strict=False))
+    twice = [name for name in by_position if kwargs.get(name) is not None]
+    if twice:
+        raise TypeError(f"{', '.join(twice)} given by position and by keyword")
+    kwargs |= by_position
+    if kwargs.pop("kv_cache_sf") is not None:
         raise NotImplementedError(
             "kv_cache_sf is given, and prefill has no NVFP4 key/value cache; expected None with "
             "float16, bfloat16 or float8 k and v. uninstall() brings FlashInfer's function back."
         )
-    result: Tensor | tuple[Tensor, Tensor] = attention(
-        q,
-        k,
-        v,
-        scale_q,
-        scale_k,
-        scale_v,
-        o_dtype,
-        custom_mask,
-        packed_custom_mask,
-        causal,
-        kv_layout,
-        pos_encoding_mode,
-        use_fp16_qk_reduction,
-        sm_scale,
-        window_left,
-        logits_soft_cap,
-        rope_scale,
-        rope_theta,
-        backend,
-        return_lse,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        **ours,
-    )
+    result: Tensor | tuple[Tensor, Tensor] = attention(*shared, **kwargs)
     return result
 
 
