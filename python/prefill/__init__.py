@@ -8,6 +8,7 @@ from prefill.api import (
 )
 from prefill.merge import merge_state, merge_states
 from prefill.packing import packbits, segment_packbits
+from prefill.quantize import quantize_per_head
 
 __all__ = [
     "__version__",
@@ -15,6 +16,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "packbits",
+    "quantize_per_head",
     "segment_packbits",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",

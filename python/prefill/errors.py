@@ -296,3 +296,35 @@ def result_overlaps_itself(name: str, value: Tensor) -> ValueError:
         "share memory, or its dimensions interleave; expected each dimension to step over those of "
         "smaller stride. Allocate it instead of expanding it."
     )
+
+
+def not_float8(dtype: object, allowed: Sequence[torch.dtype]) -> TypeError:
+    names = " or ".join(str(each) for each in allowed)
+    given = str(dtype) if isinstance(dtype, torch.dtype) else _kind(dtype)
+    return TypeError(
+        f"dtype is {given}; expected {names}. Other dtypes need no scales: cast with .to(dtype)."
+    )
+
+
+def not_heads(x: Tensor, kv_layout: str) -> ValueError:
+    dims = "length, heads" if kv_layout == "NHD" else "heads, length"
+    return ValueError(
+        f"x has shape {_shape(x)}; expected three dimensions, [{dims}, head_dim] with "
+        f"kv_layout={kv_layout!r}. There is no batch dimension: call once per request, or remove "
+        "it with squeeze(0)."
+    )
+
+
+def not_quantizable(dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> TypeError:
+    names = ", ".join(str(each) for each in allowed)
+    return TypeError(
+        f"x has dtype {dtype}; expected one of {names}. Convert it with .float(); a float8 tensor "
+        "is quantised already and needs its own scale."
+    )
+
+
+def no_gradient_of_rounding(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} requires grad, and rounding to float8 has no gradient. Call it under "
+        f"torch.no_grad() or on {name}.detach()."
+    )
