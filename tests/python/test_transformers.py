@@ -260,6 +260,27 @@ def test_rows_of_padding_are_zero() -> None:
     assert out.any(-1).any(-1).tolist() == [[True] * 5, [False] * 3 + [True] * 2]
 
 
+def test_one_mask_for_the_batch() -> None:
+    """Every request of it, whether the mask is ranges or laid out."""
+    q = torch.randn(3, 4, 5, 16).half()
+    mask = prefill_mask(1, 5, 5, attention_mask=padded([5, 4], "left")[1:].bool())
+    assert isinstance(mask, VisibleKeys)
+    out, _ = prefill_attention(torch.nn.Module(), q, q, q, mask)
+    laid_out, _ = prefill_attention(torch.nn.Module(), q, q, q, mask.clone())
+    torch.testing.assert_close(out[:, 1:], laid_out[:, 1:], rtol=0, atol=0)
+    assert out[:, 1:].any(-1).any(-1).all()
+
+
+def test_a_window_without_keys_is_laid_out() -> None:
+    function = transformers.masking_utils.sliding_window_causal_mask_function(0)
+    mask = prefill_mask(1, 5, 5, mask_function=function, local_size=0)
+    assert not isinstance(mask, VisibleKeys)
+    assert not mask.any()
+    q = torch.randn(1, 4, 5, 16).half()
+    out, _ = prefill_attention(torch.nn.Module(), q, q, q, mask)
+    assert not out.any()
+
+
 def test_a_request_of_padding_alone_is_zero() -> None:
     q = torch.randn(2, 4, 5, 16).half()
     for causal in (True, False):
@@ -356,6 +377,12 @@ class TestRefusals:
         q = torch.zeros(1, 2, 3, 8).half()
         with pytest.raises(NotImplementedError, match="left bound alone"):
             prefill_attention(torch.nn.Module(), q, q, q, None, is_causal=False, sliding_window=2)
+
+    @pytest.mark.parametrize("window", [0, -1])
+    def test_a_window_without_keys(self, window: int) -> None:
+        q = torch.zeros(1, 2, 3, 8).half()
+        with pytest.raises(ValueError, match=f"sliding_window={window} leaves no key; expected 1"):
+            prefill_attention(torch.nn.Module(), q, q, q, None, sliding_window=window)
 
     def test_backend(self) -> None:
         with pytest.raises(ValueError, match="backend='cutlass' is unknown"):

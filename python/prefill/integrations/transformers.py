@@ -116,7 +116,7 @@ def prefill_attention(
     Raises:
         NotImplementedError: Training (dropout, or gradients), or an argument not known here.
         TypeError: Tensors of float32, or a mask that is not bool.
-        ValueError: A mask of another shape than the tensors'.
+        ValueError: A mask of another shape than the tensors', or a window of no key.
     """
     if dropout:
         raise NotImplementedError(
@@ -156,6 +156,8 @@ def prefill_attention(
         _check_mask(attention_mask, (batch, 1, q_length, kv_length))
         if isinstance(attention_mask, VisibleKeys):
             requests = list(attention_mask.requests)
+            if len(requests) == 1:
+                requests *= batch
             causal, window_left = attention_mask.causal, attention_mask.window_left
             arguments |= {"causal": causal, "window_left": window_left}
         else:
@@ -177,6 +179,11 @@ def prefill_attention(
 def _window_left(sliding_window: int | None, causal: bool) -> int:
     if sliding_window is None:
         return -1
+    if sliding_window < 1:
+        raise ValueError(
+            f"sliding_window={sliding_window} leaves no key; expected 1 or more, or None for no "
+            "window."
+        )
     if not causal:
         raise NotImplementedError(
             f"sliding_window={sliding_window} to both sides without a mask: {NAME!r} attention has "

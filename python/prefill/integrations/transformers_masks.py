@@ -82,7 +82,7 @@ def _pattern(mask_function: Callable[..., Any], local_size: int | None) -> Patte
         return Pattern(True, -1)
     if mask_function is masking_utils.bidirectional_mask_function:
         return Pattern(False, -1)
-    if local_size is None:
+    if local_size is None or local_size < 1:  # a window without a key has no window_left
         return None
     windowed = masking_utils.sliding_window_causal_mask_function(local_size)
     # Of a row and the keys before it transformers' window holds local_size.
