@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,6 +67,29 @@ def test_installed_twice(flashinfer: ModuleType) -> None:
     compat.install()
     compat.uninstall()
     assert functions(flashinfer) == before
+
+
+def test_what_is_undone_is_forgotten(flashinfer: ModuleType) -> None:
+    outer = compat.install()
+    with compat.install():
+        pass
+    assert compat._installations == [outer]
+    outer.undo()
+    outer.undo()
+    assert compat._installations == []
+
+
+def test_flashinfer_that_does_not_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own error says more than that it is not installed."""
+    (tmp_path / "flashinfer.py").write_text("import a_package_that_flashinfer_needs")
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'a_package_that_flashinfer_"):
+        compat.install()
+    (tmp_path / "flashinfer.py").write_text("from flashinfer import nothing")
+    importlib.invalidate_caches()
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        compat.install()
 
 
 def test_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ class Installation:
         for module, name, original in self._replaced:
             setattr(module, name, original)
         self._replaced.clear()
+        if self in _installations:
+            _installations.remove(self)
 
     def __enter__(self) -> Installation:
         return self
@@ -100,7 +102,7 @@ def install() -> Installation:
     puts nothing back. For the whole process; not to be raced by threads.
 
     Raises:
-        ImportError: FlashInfer is not installed.
+        ImportError: FlashInfer is not installed; or its own, where importing it fails.
     """
     replaced = []
     ours = {
@@ -110,7 +112,9 @@ def install() -> Installation:
     for module_name in _MODULES:
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            if error.name != "flashinfer":  # it is there, and something that it needs is not
+                raise
             raise ImportError(
                 "prefill.compat.flashinfer.install() replaces functions of FlashInfer, which is "
                 "not installed; call prefill.single_prefill_with_kv_cache, or pip install "
@@ -131,4 +135,4 @@ def install() -> Installation:
 def uninstall() -> None:
     """Undo every `install()`; nothing where there was none."""
     while _installations:
-        _installations.pop().undo()
+        _installations[-1].undo()
