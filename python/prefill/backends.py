@@ -63,6 +63,7 @@ class NativeBackend:
                 dtype,
                 request.head_dim_qk,
                 request.head_dim_vo,
+                device.is_here,
             )
             if reason:
                 reasons.append(reason)

@@ -59,7 +59,8 @@ def device_info_of(name: str | None) -> DeviceInfo:
     number = re.fullmatch(r"sm_?(\d+)(\d)[af]?", (name or "").lower())
     capability = (int(number[1]), int(number[2])) if number else DEVICES.get((name or "").lower())
     if name is not None and capability is not None:
-        return DeviceInfo("cuda", 0, name.upper(), capability, SMEM_PER_BLOCK.get(capability, 0))
+        smem = SMEM_PER_BLOCK.get(capability, 0)
+        return DeviceInfo("cuda", 0, name.upper(), capability, smem, is_here=False)
     try:
         return support.device_info(device_here(name))
     except ValueError as error:

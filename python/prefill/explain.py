@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prefill import ops, support
 from prefill.backends import PRIORITY, refusal, resolve
 from prefill.request import PrefillRequest
-from prefill.support import Kernel
+from prefill.support import DeviceInfo, Kernel
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_request(request: PrefillRequest) -> Explanation:
-    """`explain` for a checked call."""
-    device = support.device_info(request.q.device)
+def explain_request(request: PrefillRequest, device: DeviceInfo | None = None) -> Explanation:
+    """`explain` for a checked call, on the tensors' device or as if they were on `device`."""
+    if device is None:
+        device = support.device_info(request.q.device)
     rejected = {}
     for backend in PRIORITY:
         reasons = backend.unsupported_reasons(request, device)

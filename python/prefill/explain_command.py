@@ -5,26 +5,24 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prefill import support
 from prefill.devices import DEVICES, device_info_of
 from prefill.explain import Explanation, explain_request
 from prefill.request import BACKENDS, KV_LAYOUTS, POS_ENCODING_MODES, make_request
-from prefill.support import DeviceInfo
 
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
+MAX_LENGTH, MAX_NUMBER = 1 << 31, 1 << 14
+"""Of rows or keys, and of heads or a head's elements: torch counts a tensor's bytes in 63 bits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The call's arguments as options; what is left out has the function's default."""
-    parser.add_argument("--qo-len", type=int, required=True)
-    parser.add_argument("--kv-len", type=int, required=True)
+    parser.add_argument("--qo-len", type=_length, required=True)
+    parser.add_argument("--kv-len", type=_length, required=True)
     parser.add_argument(
         "--heads", type=_pair, default=(32, 8), help="query/key heads (default: 32/8)"
     )
@@ -90,8 +88,7 @@ def explained(options: argparse.Namespace) -> Explanation:
     if options.sinks:
         arguments["sinks"] = torch.empty(options.heads[0], device="meta")
     request = make_request(q, k, v, **arguments)
-    with _pretended(device):
-        return explain_request(request)
+    return explain_request(request, device)
 
 
 def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,24 +106,23 @@ def _tensors(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@contextmanager
-def _pretended(pretended: DeviceInfo) -> Iterator[None]:
-    """Every tensor counts as one on that device: `explain` asks `support` alone about devices."""
-    asked = support.device_info
-
-    def answer(device: torch.device) -> DeviceInfo:
-        return pretended
-
-    support.device_info = answer
-    try:
-        yield
-    finally:
-        support.device_info = asked
-
-
 def _pair(text: str) -> tuple[int, int]:
     """'32/8' -> (32, 8); '128' -> (128, 128)."""
     match = re.fullmatch(r"(\d+)(?:/(\d+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or two as 32/8")
-    return int(match[1]), int(match[2] or match[1])
+    first, second = match[1], match[2] or match[1]
+    return _at_most(MAX_NUMBER, first), _at_most(MAX_NUMBER, second)
+
+
+def _length(text: str) -> int:
+    if re.fullmatch(r"\d+", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens, 0 or more")
+    return _at_most(MAX_LENGTH, text)
+
+
+def _at_most(limit: int, digits: str) -> int:
+    # Python itself refuses to read thousands of digits.
+    if len(digits) > 18 or int(digits) > limit:
+        raise argparse.ArgumentTypeError(f"{digits}: expected at most {limit}")
+    return int(digits)

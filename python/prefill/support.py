@@ -44,6 +44,8 @@ class DeviceInfo:
     capability: tuple[int, int] = (0, 0)
     smem_per_block: int = 0
     """Shared memory that a block may opt in to, bytes; 0 = unknown."""
+    is_here: bool = True
+    """Whether this machine has it: then its driver counts."""
 
     def __str__(self) -> str:
         if self.type != "cuda":
@@ -211,8 +213,13 @@ def find_kernel(
     return min(fitting, key=_class_order, default=None)
 
 
-def backend_reason(library: NativeLibrary, backend: str, capability: tuple[int, int]) -> str:
-    """Why nothing of `backend` runs on such a device; "" if something does."""
+def backend_reason(
+    library: NativeLibrary, backend: str, capability: tuple[int, int], is_here: bool = True
+) -> str:
+    """Why nothing of `backend` runs on such a device; "" if something does.
+
+    A device that is not here would have another driver than this machine's.
+    """
     build = library.build
     if build is None:
         return library.missing
@@ -224,7 +231,7 @@ def backend_reason(library: NativeLibrary, backend: str, capability: tuple[int, 
             f"the device has compute capability {capability[0]}.{capability[1]}; "
             f"this build's {backend} is for {', '.join(archs)}"
         )
-    driver = driver_version()
+    driver = driver_version() if is_here else 0
     needed = build.cuda.partition(".")[0]
     if driver and needed and driver // 1000 < int(needed):
         return (
@@ -243,9 +250,10 @@ def _build_reason(
     dtype: torch.dtype,
     head_dim_qk: int,
     head_dim_vo: int,
+    is_here: bool,
 ) -> str:
     build = library.build
-    reason = backend_reason(library, backend, capability)
+    reason = backend_reason(library, backend, capability, is_here)
     if reason or build is None:
         return reason
     kernels = build.kernels_of(backend)
@@ -280,8 +288,9 @@ def build_reason(
     dtype: torch.dtype,
     head_dim_qk: int,
     head_dim_vo: int,
+    is_here: bool = True,
 ) -> str:
     """Why the build has no kernel of `backend` for these on such a device; "" if it has one."""
     return _build_reason(
-        _native, backend, capability, smem_per_block, dtype, head_dim_qk, head_dim_vo
+        _native, backend, capability, smem_per_block, dtype, head_dim_qk, head_dim_vo, is_here
     )

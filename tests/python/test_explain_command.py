@@ -10,6 +10,8 @@ from fakes import library, pretend
 from prefill import explain_command, support
 from prefill.__main__ import main
 from prefill.devices import DEVICES, SMEM_PER_BLOCK, device_info_of
+from prefill.explain import explain_request
+from prefill.request import make_request
 
 CALL = ("explain", "--qo-len", "128", "--kv-len", "4096")
 
@@ -63,10 +65,17 @@ class TestPretendedDevices:
         assert text.startswith("backend: none (backend='fa3' cannot run this call")
         assert "device:  cuda:0 (A100, compute capability 8.0)" in text
 
-    def test_nothing_stays_pretended(self, capsys: pytest.CaptureFixture[str]) -> None:
-        asked = support.device_info
-        said(capsys, "--device", "h100")
-        assert support.device_info is asked
+    def test_the_driver_here_is_not_the_one_there(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(support, "driver_version", lambda: 12040)
+        assert said(capsys, "--device", "h100").startswith("backend: fa3 (")
+
+    def test_a_request_as_if_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(support, "device_info", lambda _: pytest.fail("asked for its own"))
+        request = make_request(*torch.zeros(3, 5, 2, 64).half().unbind())
+        for name, backend in (("a100", "fa2"), ("h100", "fa3")):
+            assert explain_request(request, device_info_of(name)).backend == backend
 
 
 OPTIONS = {
@@ -145,11 +154,33 @@ def test_what_is_no_call(
     assert answer.out == ""
 
 
-def test_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--heads", "32:8"), "'32:8': expected a number, or two as 32/8"),
+        (("--heads", "9" * 20), "9" * 20 + ": expected at most 16384"),
+        (("--head-dim", "128/16385"), "16385: expected at most 16384"),
+        (("--qo-len", "-1"), "'-1': expected a number of tokens, 0 or more"),
+        (("--kv-len", "1e6"), "'1e6': expected a number of tokens, 0 or more"),
+        (("--kv-len", "9" * 20), "9" * 20 + ": expected at most 2147483648"),
+        (("--kv-len", "9" * 5000), "9" * 5000 + ": expected at most 2147483648"),
+    ],
+)
+def test_numbers(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], text: str) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([*CALL, "--heads", "32:8"])
+        main([*CALL, *options])
     assert stopped.value.code == 2
-    assert "'32:8': expected a number, or two as 32/8" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_full_build")
+@pytest.mark.parametrize("mask", [(), ("--mask", "bool"), ("--mask", "packed")])
+def test_the_longest_lengths(capsys: pytest.CaptureFixture[str], mask: tuple[str, ...]) -> None:
+    longest = ("--qo-len", str(1 << 31), "--kv-len", str(1 << 31))
+    heads = ("--heads", str(1 << 14), "--head-dim", "256")
+    text = said(capsys, *longest, *heads, *mask, "--device", "h100")
+    assert text.startswith("backend: reference (")
+    assert "fa3 takes qo_len and kv_len below 2^30" in text
 
 
 def test_without_a_device_it_takes_the_one_that_is_here() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import prefill
 from layouts import COPIED, IN_PLACE, relaid
 from naive import naive_attention
 from prefill import quantize_per_head, single_prefill_with_kv_cache
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = (E4M3, E5M2)
-PAGE = Path(__file__).parents[2] / "docs/fp8.md"
 
 
 def bits(x: Tensor) -> Tensor:
@@ -222,13 +218,3 @@ def test_grad_mode_off_is_enough() -> None:
         tensor, scale = quantize_per_head(x)
     assert not tensor.requires_grad
     assert not scale.requires_grad
-
-
-def test_the_page_runs() -> None:
-    """Each Python block of docs/fp8.md, in order, as one program."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert blocks
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
-    assert prefill.quantize_per_head is quantize_per_head
