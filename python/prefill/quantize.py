@@ -60,7 +60,9 @@ def quantize_per_head(
     # Of a smaller scale float32 would lose digits, or all of it.
     smallest = torch.finfo(torch.float32).tiny
     peak = x.nan_to_num(0.0, 0.0, 0.0).abs().amax(others, keepdim=True).to(torch.float32)
-    scale = torch.where(peak > 0.0, (peak / largest).clamp(min=smallest), 1.0)
+    # By a tensor: CUDA divides by a number by multiplying, which is a rounding off.
+    fitting = (peak / torch.full_like(peak, largest)).clamp(min=smallest)
+    scale = torch.where(peak > 0.0, fitting, 1.0)
     steps = (x.to(torch.float32) / scale).clamp(-largest, largest)
     return torch.where(x.isfinite(), steps, torch.nan).to(dtype), scale.view(heads)
 
