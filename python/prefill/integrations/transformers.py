@@ -6,9 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="prefill")
 
 Each request of a batch is one call of `single_prefill_with_kv_cache`, on the keys that are no
-padding. Grouped heads, windows, soft caps and sinks come
-from the model; a bool mask is used only where a model wants what causal, window and padding cannot
-say. Results at rows of padding are 0 under causal attention, as those of flash attention are.
+padding. Grouped heads, windows, soft caps and sinks come from the model; a bool mask is used only
+where a model wants what causal, window and padding cannot say. Results at rows of padding are 0
+under causal attention, as those of flash attention are.
 """
 
 from __future__ import annotations
