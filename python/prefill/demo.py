@@ -6,6 +6,7 @@ from the same inputs, by a few lines of torch below or, for the activations, by 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from prefill.api import explain, single_prefill_with_kv_cache_return_lse
 from prefill.backends import PRIORITY
 from prefill.data import load_real_activations
+from prefill.devices import device_here
 from prefill.explain import Explanation
 from prefill.text import table
 
@@ -40,8 +42,12 @@ class Case:
 
 
 def run(device_name: str | None = None) -> int:
-    """Print both tables; 0 if every result is right, else 1."""
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Print both tables; 0 if every result is right, else 1; 2 without such a device."""
+    try:
+        device = device_here(device_name)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     passed = _example(device)
     print()
     passed = _real(device) and passed

@@ -101,3 +101,10 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert stopped.value.code == 2
     assert "demo" in capsys.readouterr().err
+
+
+def test_demo_on_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cuda:63"]) == 2
+    answer = capsys.readouterr()
+    assert "--device cuda:63 is not here; expected cpu or one of" in answer.err
+    assert answer.out == ""

@@ -163,7 +163,10 @@ def prefill_attention(
         else:
             masks = list(attention_mask.expand(batch, -1, -1, -1)[:, 0, :, :kv_length])
 
-    out = query.new_zeros((batch, q_length, heads, value.shape[-1]))
+    # Calls write their own rows; those of padding are in none.
+    covered = all(rows == (0, q_length) for rows, _ in requests)
+    new = query.new_empty if covered else query.new_zeros
+    out = new((batch, q_length, heads, value.shape[-1]))
     for number, ((row, row_end), (first, last)) in enumerate(requests):
         single_prefill_with_kv_cache(
             query[number, :, row:row_end].transpose(0, 1),
