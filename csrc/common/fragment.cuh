@@ -100,12 +100,13 @@ CUTE_DEVICE void keep_columns(Scores& scores, int row, uint32_t visible) {
 // and `offsets`, which are compile-time constants, what the others add to that (element_offsets).
 // Rows past qo_len take the last row's bounds.
 template <class Scores, class Offsets>
-CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask const& band, int row,
-                            int key) {
+CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask const& band,
+                            RowMap const& rows, int row, int key) {
   using namespace cute;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const int this_row = min(row + get<0>(offsets(r, _0{})), band.qo_len - 1);
+    const int token = rows.token(row + static_cast<int>(get<0>(offsets(r, _0{}))));
+    const int this_row = min(token, band.qo_len - 1);
     keep_columns(scores, r,
                  columns_before(band.row_end(this_row) - key) &
                      ~columns_before(band.row_begin(this_row) - key));

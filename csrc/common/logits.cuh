@@ -119,6 +119,14 @@ PREFILL_HOST_DEVICE float exp2_approx(float x) {
 #endif
 }
 
+// The LSE of keys and a sink, both in base 2; -inf is none.
+PREFILL_HOST_DEVICE float lse_with_sink(float keys, float sink) {
+  if (sink == -INFINITY) return keys;
+  if (keys == -INFINITY || sink == INFINITY) return sink;
+  const float larger = fmaxf(keys, sink), difference = -fabsf(keys - sink);
+  return larger + log2f(1.f + exp2_approx(difference));
+}
+
 PREFILL_HOST_DEVICE float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float y;

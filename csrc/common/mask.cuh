@@ -35,6 +35,14 @@ struct KvTileRange {
 
   PREFILL_HOST_DEVICE bool empty() const { return begin >= end; }
 
+  // One of `count` parts.
+  PREFILL_HOST_DEVICE KvTileRange part(int index, int count) const {
+    if (empty()) return *this;
+    const int64_t tiles = end - begin;
+    return {begin + static_cast<int>(tiles * index / count),
+            begin + static_cast<int>(tiles * (index + 1) / count), full_begin, full_end};
+  }
+
   template <int kTileN>
   PREFILL_HOST_DEVICE bool needs_mask(int tile) const {
     return tile * kTileN < full_begin || (tile + 1) * kTileN > full_end;
@@ -83,11 +91,6 @@ struct BandMask {
     const int last = row + tile_m < qo_len ? row + tile_m - 1 : qo_len - 1;
     return {row_begin(row) / tile_n, (row_end(last) + tile_n - 1) / tile_n, row_begin(last),
             row_end(row)};
-  }
-
-  template <int kTileM, int kTileN>
-  PREFILL_HOST_DEVICE KvTileRange kv_tiles(int row) const {
-    return kv_tiles(row, kTileM, kTileN);
   }
 };
 

@@ -33,10 +33,12 @@ struct WarpBlock {
   int last_row;
 
   __device__ static WarpBlock of(const MaskMemory<Format>& mask, const BandMask& band,
-                                 int first_row, int lane) {
-    const int row = first_row + lane / kQuad;
-    return {mask, MaskRow::of(band, row), MaskRow::of(band, row + kMaskBlockRows / 2), first_row,
-            min(first_row + kMaskBlockRows, band.qo_len) - 1};
+                                 const RowMap& rows, int row_block, int lane) {
+    const int row = kMaskBlockRows * row_block;
+    const auto token = [&](int i) { return min(rows.token(row + i), band.qo_len - 1); };
+    return {mask, MaskRow::of(band, token(lane / kQuad)),
+            MaskRow::of(band, token(lane / kQuad + kMaskBlockRows / 2)), token(0),
+            token(kMaskBlockRows - 1)};
   }
 
   template <WordAccess kAccess>
@@ -59,7 +61,7 @@ struct WarpBlock {
 // is empty or full by itself is known before it is clear whether the rest of the row tile is alike.
 template <class Format>
 __global__ void __launch_bounds__(kMaskLanes* kMaxWarps)
-    lay_out_strip(const MaskMemory<Format> mask, const BandMask band, int tile_n,
+    lay_out_strip(const MaskMemory<Format> mask, const BandMask band, const RowMap rows, int tile_n,
                   const MaskTiles target) {
   __shared__ uint32_t votes[kMaxWarps];
   const int lane = threadIdx.x;
@@ -67,15 +69,15 @@ __global__ void __launch_bounds__(kMaskLanes* kMaxWarps)
   const int row_tile = blockIdx.x / num_strips;
   const int strip = blockIdx.x % num_strips;
   const int row_block = row_tile * blockDim.y + threadIdx.y;
-  const int first_row = min(kMaskBlockRows * row_block, band.qo_len - 1);
   const int first_tile = kStripTiles * strip;
   auto* words = const_cast<MaskWords*>(target.bits) +
                 (int64_t{row_block} * target.num_kv_tiles + first_tile) * kMaskLanes + lane;
 
   // One bit for each KV tile of this warp's: rows see some key, and not all see all.
   uint32_t mine = 0, some = 0, lacking = 0;
-  const auto block = WarpBlock<Format>::of(mask, band, first_row, lane);
-  const KvTileRange range = band.kv_tiles(first_row, kMaskBlockRows, tile_n);
+  const auto block = WarpBlock<Format>::of(mask, band, rows, row_block, lane);
+  const KvTileRange range =
+      band.kv_tiles(block.first_row, block.last_row + 1 - block.first_row, tile_n);
   const uint32_t whole = low_bits(tile_n - 32 * (lane % kQuad));
   const int num_tiles = min(kStripTiles, target.num_kv_tiles - first_tile);
   for (int i = threadIdx.z; i < num_tiles; i += blockDim.z) {
@@ -120,12 +122,12 @@ __global__ void __launch_bounds__(kMaskLanes* kMaxWarps)
 }
 
 template <class Format>
-cudaError_t launch(const MaskSource& source, const BandMask& band, int tile_m, int tile_n,
-                   const MaskTiles& target, cudaStream_t stream) {
+cudaError_t launch(const MaskSource& source, const BandMask& band, const RowMap& rows, int tile_m,
+                   int tile_n, const MaskTiles& target, cudaStream_t stream) {
   // Warps with one KV tile after another hide less of the memory's latency than more warps do, but
   // are fewer to start and to synchronise: it is large grids that are better off with them.
   constexpr int64_t kFewBlocks = 256;
-  const MaskTileCounts counts = MaskTileCounts::of(band.qo_len, band.kv_len, tile_m, tile_n);
+  const MaskTileCounts counts = MaskTileCounts::of(band.qo_len, band.kv_len, rows, tile_m, tile_n);
   const int64_t num_blocks = kWordStrips * counts.class_words();
   if (num_blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const int row_blocks = tile_m / kMaskBlockRows;
@@ -133,7 +135,7 @@ cudaError_t launch(const MaskSource& source, const BandMask& band, int tile_m, i
   const int shares = std::clamp(warps / row_blocks, 1, kStripTiles);
   lay_out_strip<Format>
       <<<static_cast<unsigned>(num_blocks), dim3(kMaskLanes, row_blocks, shares), 0, stream>>>(
-          MaskMemory<Format>::of(source, band.qo_len, band.kv_len), band, tile_n, target);
+          MaskMemory<Format>::of(source, band.qo_len, band.kv_len), band, rows, tile_n, target);
   return cudaGetLastError();
 }
 
@@ -141,18 +143,18 @@ cudaError_t launch(const MaskSource& source, const BandMask& band, int tile_m, i
 
 cudaError_t lay_out_mask(const MaskSource& source, const PrefillParams& params, int tile_m,
                          int tile_n, const MaskTiles& target, cudaStream_t stream) {
-  const bool fits = tile_m > 0 && tile_m % kMaskBlockRows == 0 &&
+  const bool fits = tile_m > 0 && tile_m % RowMap::kBlock == 0 &&
                     tile_m <= kMaskBlockRows * kMaxWarps && tile_n > 0 && tile_n % 16 == 0 &&
                     tile_n <= kMaxTileN;
   if (!fits) return cudaErrorInvalidValue;
   const BandMask band = BandMask::of(params);
   if (source.format == MaskFormat::bits) {
-    return launch<PackedBits>(source, band, tile_m, tile_n, target, stream);
+    return launch<PackedBits>(source, band, params.rows, tile_m, tile_n, target, stream);
   }
   const int64_t start = static_cast<int64_t>(reinterpret_cast<uintptr_t>(source.data));
   const bool aligned = (start | source.row_keys) % int64_t{sizeof(uint4)} == 0;
-  return (aligned ? launch<AlignedBools> : launch<Bools>)(source, band, tile_m, tile_n, target,
-                                                          stream);
+  return (aligned ? launch<AlignedBools> : launch<Bools>)(source, band, params.rows, tile_m, tile_n,
+                                                          target, stream);
 }
 
 }  // namespace prefill

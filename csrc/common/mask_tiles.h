@@ -32,8 +32,9 @@ struct MaskTileCounts {
   int64_t row_blocks;
   int kv_tiles;
 
-  static MaskTileCounts of(int qo_len, int kv_len, int tile_m, int tile_n) {
-    const int64_t row_tiles = (qo_len + tile_m - 1) / tile_m;
+  static MaskTileCounts of(int qo_len, int kv_len, const RowMap& rows, int tile_m, int tile_n) {
+    const int tile_tokens = rows.tile_tokens(tile_m);
+    const int64_t row_tiles = (qo_len + tile_tokens - 1) / tile_tokens;
     return {row_tiles, row_tiles * (tile_m / kMaskBlockRows), (kv_len + tile_n - 1) / tile_n};
   }
 
@@ -54,7 +55,7 @@ struct MaskTileCounts {
 };
 
 // Fills `target`, which MaskTileCounts::carve gave, for the lengths and windows of `params`. Tile
-// sizes are multiples of 16, up to 512 rows and 128 keys.
+// sizes are multiples of 64 rows, up to 512, and of 16 keys, up to 128.
 cudaError_t lay_out_mask(const MaskSource& source, const PrefillParams& params, int tile_m,
                          int tile_n, const MaskTiles& target, cudaStream_t stream);
 

@@ -32,57 +32,69 @@ PREFILL_HOST_DEVICE int highest_bit(uint32_t word) {
 #endif
 }
 
-// One row tile's part of MaskTiles.
+// One row tile's part of MaskTiles, KV tiles [begin, end) of it.
 struct RowTileMask {
   const uint32_t* mixed;
   const uint32_t* full;
-  int num_words;
+  int begin;
+  int end;
 
-  PREFILL_HOST_DEVICE static RowTileMask of(const MaskTiles& mask, int row_tile) {
+  PREFILL_HOST_DEVICE static RowTileMask of(const MaskTiles& mask, int row_tile, int begin,
+                                            int end) {
     const int64_t first = int64_t{row_tile} * mask.num_words();
-    return {mask.mixed + first, mask.full + first, mask.num_words()};
+    return {mask.mixed + first, mask.full + first, begin, end};
+  }
+
+  // Words [first_word(), end_word()) hold the KV tiles.
+  PREFILL_HOST_DEVICE int first_word() const { return begin / 32; }
+  PREFILL_HOST_DEVICE int end_word() const { return begin < end ? (end + 31) / 32 : first_word(); }
+
+  // One of these, without KV tiles that are not.
+  PREFILL_HOST_DEVICE uint32_t bits(const uint32_t* words, int word) const {
+    uint32_t bits = words[word];
+    if (word == begin / 32) bits &= ~0u << begin % 32;
+    if (word == (end - 1) / 32) bits &= ~0u >> (31 - (end - 1) % 32);
+    return bits;
   }
 
   PREFILL_HOST_DEVICE int count(const uint32_t* words) const {
     int count = 0;
-    for (int word = 0; word < num_words; ++word) count += count_bits(words[word]);
+    for (int word = first_word(); word < end_word(); ++word) count += count_bits(bits(words, word));
     return count;
   }
 
   PREFILL_HOST_DEVICE bool is_mixed(int tile) const { return mixed[tile / 32] >> tile % 32 & 1; }
 
-  // The last KV tile before `end` that any row needs, or -1.
-  PREFILL_HOST_DEVICE int last_before(int end) const {
-    if (end <= 0) return -1;
-    int word = (end - 1) / 32;
-    uint32_t needed = (mixed[word] | full[word]) & ~0u >> (31 - (end - 1) % 32);
-    while (needed == 0 && word > 0) {
-      --word;
-      needed = mixed[word] | full[word];
+  // The last KV tile before `limit`, which is one of these or their end, that any row needs; -1
+  // where there is none.
+  PREFILL_HOST_DEVICE int last_before(int limit) const {
+    uint32_t wanted = limit % 32 == 0 ? 0u : ~0u >> (32 - limit % 32);
+    for (int word = limit / 32; word >= first_word(); --word) {
+      const uint32_t needed =
+          wanted == 0 ? 0u : (bits(mixed, word) | bits(full, word)) & wanted;
+      if (needed != 0) return word * 32 + highest_bit(needed);
+      wanted = ~0u;
     }
-    return needed == 0 ? -1 : word * 32 + highest_bit(needed);
+    return -1;
   }
 };
 
 // Mixed KV tiles first, then full ones, each kind from the lowest keys on.
 struct KvTileWalk {
-  RowTileMask mask;
-  int word;
-  uint32_t left;  // of the word
+  int word = -1;      // of those that hold the KV tiles, first of mixed ones and then of full ones
+  uint32_t left = 0;  // of the word
 
-  PREFILL_HOST_DEVICE static KvTileWalk of(const RowTileMask& mask) {
-    return {mask, 0, mask.mixed[0]};
-  }
-
-  // Only as often as there are tiles.
-  PREFILL_HOST_DEVICE int next() {
+  // Only as often as there are tiles; `tiles` are the same each time.
+  PREFILL_HOST_DEVICE int next(const RowTileMask& tiles) {
+    const int num_words = tiles.end_word() - tiles.first_word();
     while (left == 0) {
       ++word;
-      left = word < mask.num_words ? mask.mixed[word] : mask.full[word - mask.num_words];
+      left = word < num_words ? tiles.bits(tiles.mixed, tiles.first_word() + word)
+                              : tiles.bits(tiles.full, tiles.first_word() + word - num_words);
     }
     const int bit = lowest_bit(left);
     left &= left - 1;
-    return word % mask.num_words * 32 + bit;
+    return (tiles.first_word() + (word < num_words ? word : word - num_words)) * 32 + bit;
   }
 };
 

@@ -164,11 +164,7 @@ struct OnlineSoftmax {
 
   // The same with a sink, a logit in base-2 units that has no key; -inf is none.
   CUTE_DEVICE float row_lse(int r, bool with_care, float sink) const {
-    const float keys = row_lse(r, with_care);
-    if (sink == -INFINITY) return keys;
-    if (keys == -INFINITY || sink == INFINITY) return sink;
-    const float larger = fmaxf(keys, sink), difference = -fabsf(keys - sink);
-    return larger + log2f(1.f + exp2_approx(difference));
+    return lse_with_sink(row_lse(r, with_care), sink);
   }
 
   // What the weights of a row with keys and of the sink, relative to the same logit, sum up to.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/row_map.h"
 
 namespace prefill {
 
@@ -35,7 +36,7 @@ struct alignas(8) MaskWords {
 // (mask_tiles.h makes it so). The band is folded in: what is seen here needs no further mask. Null
 // pointers: there is no custom mask.
 struct MaskTiles {
-  // [num_row_tiles][num_words()]: bit t % 32 of word t / 32 tells of KV tile t. Mixed: some row
+  // [num_row_tiles of a head][num_words()]: bit t % 32 of word t / 32 tells of KV tile t. Mixed: some row
   // sees some key, but not each of them all. Full: each row sees all tile_n keys. Neither: none
   // sees any.
   const uint32_t* mixed;
@@ -46,6 +47,16 @@ struct MaskTiles {
   int num_kv_tiles;
 
   PREFILL_HOST_DEVICE int num_words() const { return (num_kv_tiles + 31) / 32; }
+};
+
+// Split-KV: row tiles of which parts of the KV tiles are worked on apart, and merged (combine.h).
+struct SplitKv {
+  int num_splits = 1;  // parts of a row tile
+  int num_whole = 0;   // row tiles over all heads, in the order of the schedule, before those in parts
+  float* out = nullptr;  // [parts][tile_m][head_dim_vo of the class]; null: all are whole
+  float* lse = nullptr;  // [parts][tile_m], in base 2
+
+  PREFILL_HOST_DEVICE bool exists() const { return out != nullptr; }
 };
 
 struct PrefillParams {
@@ -63,13 +74,16 @@ struct PrefillParams {
   int num_kv_heads;
   int head_dim_qk;
   int head_dim_vo;
+  int num_sms;  // of the device
 
   // Key j is visible to row i when pos(i) - window_left <= j <= pos(i) + window_right, with
   // pos(i) = i + kv_len - qo_len. Both are non-negative; qo_len + kv_len stands for "no bound".
   int window_left;
   int window_right;
 
+  RowMap rows;     // of row tiles; more than one head only where all are in parts
   MaskTiles mask;  // for the tiles of the kernel that is called
+  SplitKv split;
 
   PerHead scale_q;  // [num_qo_heads]
   PerHead scale_k;  // [num_kv_heads]

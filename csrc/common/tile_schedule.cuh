@@ -13,10 +13,12 @@ namespace prefill {
 
 struct WorkTile {
   int m_tile;  // -1: none
-  int head;
+  int head;    // a block of RowMap's heads
   int kv_head;
+  int part;    // of its KV tiles; -1 where it is whole
 
   PREFILL_HOST_DEVICE bool exists() const { return m_tile >= 0; }
+  PREFILL_HOST_DEVICE bool is_whole() const { return part < 0; }
 };
 
 // Without a bound on the right all row tiles are about as long, and heads are visited in sections
@@ -110,26 +112,46 @@ struct LengthOrder {
   }
 };
 
+// Row tiles may be done in parts (SplitKv): all of them, or the last in this order, so that blocks
+// which would have no whole one left get some.
 struct TileSchedule {
   bool late_rows_first;
   int num_blocks;  // of a persistent grid; 0: a block for each tile
   int num_pair_rounds;
   int num_rounds;
+  int num_whole;  // row tiles, of those after the pairs
   SectionOrder sections;
   LengthOrder lengths;
-  cutlass::FastDivmod group;  // query heads of a KV head
+  cutlass::FastDivmod group;   // heads of a KV head
+  cutlass::FastDivmod splits;  // parts of a row tile
 
   PREFILL_HOST_DEVICE int num_tiles() const { return sections.num_tiles(); }
+  PREFILL_HOST_DEVICE int num_in_parts() const { return num_left() - num_whole; }
 
-  // Work of a grid with a block for each tile.
+  // What a grid without persistent blocks has a block for: row tiles, or parts.
+  PREFILL_HOST_DEVICE int num_items() const {
+    return num_whole + num_in_parts() * splits.divisor;
+  }
+
+  // Work of a grid with a block for each item.
   PREFILL_HOST_DEVICE WorkTile tile(int index) const {
+    int part = -1;
+    if (index >= num_whole) {
+      splits(index, part, index - num_whole);
+      index += num_whole;
+    }
     int m_tile, head;
     if (late_rows_first) {
       lengths.tile(index, m_tile, head);
     } else {
       sections.tile(index, m_tile, head);
     }
-    return work_tile(m_tile, head);
+    return work_tile(m_tile, head, part);
+  }
+
+  // Which part of all row tiles' that is; -1 for a whole row tile.
+  PREFILL_HOST_DEVICE int part_of_all(int index) const {
+    return index >= num_whole ? index - num_whole : -1;
   }
 
   // Work of a persistent grid's block in each of its rounds: first both tiles of a pair, round by
@@ -139,11 +161,14 @@ struct TileSchedule {
     if (round < num_pair_rounds) {
       int m_tile, head;
       lengths.pair(round / 2 * num_blocks + block, round % 2 == 0, m_tile, head);
-      return work_tile(m_tile, head);
+      return work_tile(m_tile, head, -1);
     }
-    round -= num_pair_rounds;
-    const int index = round * num_blocks + (round % 2 == 0 ? block : num_blocks - 1 - block);
-    return index < num_left() ? tile(index) : WorkTile{-1, 0, 0};
+    const int index = index_of(round, block);
+    return index < num_items() ? tile(index) : WorkTile{-1, 0, 0, -1};
+  }
+
+  PREFILL_HOST_DEVICE int part_of_all(int round, int block) const {
+    return round < num_pair_rounds ? -1 : part_of_all(index_of(round, block));
   }
 
   static TileSchedule make(const PrefillParams& params, int tile_m, int num_blocks) {
@@ -152,19 +177,25 @@ struct TileSchedule {
     const int64_t kv_head_bytes =
         int64_t{params.kv_len} * (params.head_dim_qk + params.head_dim_vo) * kElementBytes;
     const int64_t kv_heads = std::clamp<int64_t>(kL2Share / kv_head_bytes, 1, params.num_kv_heads);
-    const int group = params.num_qo_heads / params.num_kv_heads;
+    const int num_heads = params.num_qo_heads / params.rows.heads;
+    const int group = num_heads / params.num_kv_heads;
+    const int tile_tokens = params.rows.tile_tokens(tile_m);
     // A bound on the left makes late row tiles as long as each other, and pairs not.
     const bool pairs = params.window_left >= params.kv_len - 1 && params.qo_len <= params.kv_len;
     // Custom masks are likely to be causal ones with exceptions.
     const bool is_causal = params.window_right < params.qo_len - 1 || params.mask.mixed != nullptr;
-    return of((params.qo_len + tile_m - 1) / tile_m, params.num_qo_heads,
-              static_cast<int>(kv_heads) * group, group, is_causal, pairs, num_blocks);
+    return of((params.qo_len + tile_tokens - 1) / tile_tokens, num_heads,
+              static_cast<int>(kv_heads) * group, group, is_causal,
+              pairs && !params.split.exists(), num_blocks, params.split);
   }
 
   static TileSchedule of(int num_m_tiles, int num_heads, int heads_per_section, int group,
-                         bool late_rows_first, bool pairs, int num_blocks) {
+                         bool late_rows_first, bool pairs, int num_blocks,
+                         const SplitKv& split = {}) {
     const int num_tiles = num_m_tiles * num_heads;
-    num_blocks = std::min(num_blocks, num_tiles);
+    const int num_in_parts = split.exists() ? num_tiles - split.num_whole : 0;
+    const int num_items = num_tiles + num_in_parts * (split.num_splits - 1);
+    num_blocks = std::min(num_blocks, num_items);
     // Of the rounds, so many are left unpaired that the last of them are short.
     constexpr int kUnpaired = 2;
     const bool is_paired = late_rows_first && pairs && num_blocks > 0;
@@ -172,22 +203,29 @@ struct TileSchedule {
         is_paired ? std::max(num_m_tiles / 2 * num_heads / num_blocks - kUnpaired, 0) : 0;
     const int num_paired = pairs_a_block * num_blocks;
     const int num_left_rounds =
-        num_blocks > 0 ? (num_tiles - 2 * num_paired + num_blocks - 1) / num_blocks : 1;
+        num_blocks > 0 ? (num_items - 2 * num_paired + num_blocks - 1) / num_blocks : 1;
     return {late_rows_first,
             num_blocks,
             2 * pairs_a_block,
             2 * pairs_a_block + num_left_rounds,
+            num_tiles - 2 * num_paired - num_in_parts,
             SectionOrder::of(num_m_tiles, num_heads, heads_per_section),
             LengthOrder::of(num_m_tiles, num_heads, num_paired),
-            cutlass::FastDivmod(group)};
+            cutlass::FastDivmod(group),
+            cutlass::FastDivmod(split.num_splits)};
   }
 
  private:
   PREFILL_HOST_DEVICE int num_left() const {
     return late_rows_first ? lengths.num_left : num_tiles();
   }
-  PREFILL_HOST_DEVICE WorkTile work_tile(int m_tile, int head) const {
-    return {m_tile, head, group.div(head)};
+  // After the pairs.
+  PREFILL_HOST_DEVICE int index_of(int round, int block) const {
+    round -= num_pair_rounds;
+    return round * num_blocks + (round % 2 == 0 ? block : num_blocks - 1 - block);
+  }
+  PREFILL_HOST_DEVICE WorkTile work_tile(int m_tile, int head, int part) const {
+    return {m_tile, head, group.div(head), part};
   }
 };
 

@@ -10,12 +10,14 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <sstream>
 #include <string>
 
 #include "common/kernel_table.h"
 #include "common/mask_tiles.h"
 #include "common/params.h"
 #include "common/prepare.h"
+#include "common/split_plan.h"
 #include "common/torch_stream.h"
 
 namespace prefill {
@@ -160,8 +162,8 @@ MaskSource mask_source(const Tensor& mask, const PrefillParams& params) {
 // allocator gives it to no other stream before what has been launched here is done.
 Tensor lay_out(const Tensor& mask, const KernelInfo& kernel, PrefillParams& params,
                cudaStream_t stream) {
-  const MaskTileCounts counts =
-      MaskTileCounts::of(params.qo_len, params.kv_len, kernel.tile_m, kernel.tile_n);
+  const MaskTileCounts counts = MaskTileCounts::of(params.qo_len, params.kv_len, params.rows,
+                                                   kernel.tile_m, kernel.tile_n);
   Tensor workspace = torch::stable::new_empty(mask, {counts.workspace_bytes()}, ScalarType::Byte);
   params.mask = counts.carve(workspace.data_ptr());
   const cudaError_t error = lay_out_mask(mask_source(mask, params), params, kernel.tile_m,
@@ -184,13 +186,46 @@ Tensor prepare_inputs(const Tensor& q, PreparePass& pass, DType dtype, PrefillPa
   return workspace;
 }
 
+SplitPlan plan_of(const PrefillParams& params, const KernelInfo& kernel, bool packs,
+                  int64_t num_splits) {
+  STD_TORCH_CHECK(num_splits >= 0 && num_splits <= SplitPlanner::kMaxSplits,
+                  "num_splits is 0 or one of 1..256");
+  return SplitPlanner(params, kernel, packs).plan(static_cast<int>(num_splits));
+}
+
+// Whether heads of a KV head may share row tiles: what is one head's own is not looked up by row.
+bool can_pack(const PrefillParams& params) {
+  return !params.has_alibi && (params.scale_q.data == nullptr || params.scale_q.stride == 0);
+}
+
+// Follows the plan, with memory for the parts that is the tensor's, as that of a mask is (lay_out).
+std::optional<Tensor> follow(const SplitPlan& plan, const KernelEntry& kernel, const Tensor& q,
+                             PrefillParams& params) {
+  if (!plan.has_parts()) return std::nullopt;
+  const int64_t rows = int64_t{plan.num_parts()} * kernel.info().tile_m;
+  const int64_t values = rows * kernel.head_dim_vo;
+  Tensor workspace = torch::stable::new_empty(q, {values + rows}, ScalarType::Float);
+  auto* data = static_cast<float*>(workspace.data_ptr());
+  params.rows = RowMap::of(plan.packed_heads);
+  params.split = {plan.num_splits, plan.num_whole, data, data + values};
+  return workspace;
+}
+
+int multiprocessors(int device) {
+  int count = 0;
+  const cudaError_t error =
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  STD_TORCH_CHECK(error == cudaSuccess, "no answer about the device: ", cudaGetErrorName(error));
+  return count;
+}
+
 void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
                std::optional<Tensor> lse, std::optional<Tensor> scale_q,
                std::optional<Tensor> scale_k, std::optional<Tensor> scale_v,
                std::optional<Tensor> mask, std::optional<Tensor> alibi_slopes,
                std::optional<Tensor> sinks, int64_t window_left, int64_t window_right, bool alibi,
                bool rope, double rope_scale, double rope_theta, double soft_cap, double sm_scale,
-               double v_scale, double lse_scale) {
+               double v_scale, double lse_scale, int64_t num_splits) {
   PrefillParams params =
       make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, alibi_slopes, sinks, window_left,
                   window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
@@ -205,6 +240,9 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   const torch::stable::accelerator::DeviceGuard guard(device);
   cudaStream_t stream = nullptr;
   STD_TORCH_CHECK(current_stream(device, stream), "torch gave no CUDA stream");
+  params.num_sms = multiprocessors(device);
+  const std::optional<Tensor> parts =
+      follow(plan_of(params, kernel->info(), can_pack(params), num_splits), *kernel, q, params);
   std::optional<Tensor> workspace;
   if (rope || k_type != SourceType::same || v_type != SourceType::same) {
     const auto angles = rope ? std::optional<Rope>({rope_scale, rope_theta}) : std::nullopt;
@@ -219,6 +257,34 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   const cudaError_t error = kernel->launch(params, stream);
   STD_TORCH_CHECK(error == cudaSuccess, backend, " failed to launch: ", cudaGetErrorName(error),
                   " (", cudaGetErrorString(error), ")");
+}
+
+// What `attention` would do of such a call, as JSON; no device is needed.
+std::string split_plan(std::string backend, std::string dtype, int64_t qo_len, int64_t kv_len,
+                       int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim_qk,
+                       int64_t head_dim_vo, int64_t window_left, int64_t window_right, bool packs,
+                       int64_t num_sms, int64_t num_splits) {
+  const KernelEntry* kernel = find_kernel(
+      parse_backend(backend), dtype == name(DType::float16) ? DType::float16 : DType::bfloat16,
+      static_cast<int>(head_dim_qk), static_cast<int>(head_dim_vo));
+  STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
+                  head_dim_qk, " and ", head_dim_vo);
+  STD_TORCH_CHECK(qo_len > 0 && kv_len > 0 && num_kv_heads > 0 && num_qo_heads > 0 && num_sms > 0,
+                  "a plan is of a call that launches something");
+  PrefillParams params{};
+  params.qo_len = static_cast<int>(qo_len);
+  params.kv_len = static_cast<int>(kv_len);
+  params.num_qo_heads = static_cast<int>(num_qo_heads);
+  params.num_kv_heads = static_cast<int>(num_kv_heads);
+  params.window_left = window(window_left, qo_len + kv_len);
+  params.window_right = window(window_right, qo_len + kv_len);
+  params.num_sms = static_cast<int>(num_sms);
+  const SplitPlan plan = plan_of(params, kernel->info(), packs, num_splits);
+  std::ostringstream json;
+  json << R"({"packed_heads": )" << plan.packed_heads << R"(, "num_splits": )" << plan.num_splits
+       << R"(, "num_row_tiles": )" << plan.num_row_tiles << R"(, "num_whole_tiles": )"
+       << plan.num_whole << "}";
+  return json.str();
 }
 
 // The newest CUDA that the driver serves, as 1000 * major + 10 * minor; 0 without a driver.
@@ -237,12 +303,18 @@ STABLE_TORCH_LIBRARY(prefill, library) {
       "attention(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, "
       "Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? mask, Tensor? alibi_slopes, "
       "Tensor? sinks, int window_left, int window_right, bool alibi, bool rope, float rope_scale, "
-      "float rope_theta, float soft_cap, float sm_scale, float v_scale, float lse_scale) -> ()");
+      "float rope_theta, float soft_cap, float sm_scale, float v_scale, float lse_scale, int "
+      "num_splits) -> ()");
+  library.def(
+      "split_plan(str backend, str dtype, int qo_len, int kv_len, int num_qo_heads, int "
+      "num_kv_heads, int head_dim_qk, int head_dim_vo, int window_left, int window_right, bool "
+      "packs, int num_sms, int num_splits) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(prefill, CompositeExplicitAutograd, library) {
   library.impl("build_info", TORCH_BOX(&prefill::build_info));
   library.impl("driver_version", TORCH_BOX(&prefill::driver_version));
+  library.impl("split_plan", TORCH_BOX(&prefill::split_plan));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(prefill, CUDA, library) {

@@ -1,9 +1,11 @@
-// Writes the finished row tile: output through shared memory in 16-byte stores, and the LSE.
+// Writes the finished row tile: output through shared memory in 16-byte stores, and the LSE. Or a
+// part of it.
 #pragma once
 
 #include "common/fragment.cuh"
 #include "common/lse.cuh"
 #include "common/params.h"
+#include "common/parts.cuh"
 #include "fa2/traits.cuh"
 
 namespace prefill::fa2 {
@@ -34,14 +36,23 @@ CUTE_DEVICE void store_rows(typename Traits::SharedStorage& smem, const PrefillP
   }
 }
 
+// `part`: which of all, or -1.
 template <class Traits, class Acc>
 CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillParams& params,
-                            int head, int first_row, float sink, float value_scale,
+                            int head, int part, int first_row, float sink, float value_scale,
                             typename Traits::Softmax const& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
   Tensor out_rows = row_column_view(out);
   Normaliser<Traits::Softmax::kRows>(softmax, false, sink, value_scale).apply(out_rows);
+  using TileShape = Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>;
+  const auto coordinates = element_coordinates<TileShape>(tiled_mma, threadIdx.x);
+  if (part >= 0) {
+    const int first_part = part * Traits::kM;
+    store_part_lse(params.split, softmax, false, coordinates, first_part);
+    store_part_rows<TileShape>(params, tiled_mma, threadIdx.x, first_row, first_part, out_rows);
+    return;
+  }
   Tensor rounded = make_tensor<T>(out.layout());
   convert_fragment<T>(out, rounded);
 
@@ -51,8 +62,6 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
   copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-  const auto coordinates =
-      element_coordinates<Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>>(tiled_mma, threadIdx.x);
   store_lse(params, softmax, false, coordinates, head, sink, first_row);
 
   __syncthreads();

@@ -21,17 +21,20 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
   const WorkTile work = schedule.tile(blockIdx.x);
   const int first_row = work.m_tile * Traits::kM;
+  const int tile_tokens = params.rows.tile_tokens(Traits::kM);
   const BandMask mask = BandMask::of(params);
+  KvTileRange band = mask.kv_tiles(work.m_tile * tile_tokens, tile_tokens, Traits::kN);
+  if (!work.is_whole()) band = band.part(work.part, params.split.num_splits);
   RowTile<T> here{HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
                   HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo),
-                  KvTiles::of_band(mask.kv_tiles<Traits::kM, Traits::kN>(first_row)),
+                  KvTiles::of_band(band),
                   LogitTransform::of_scale(logit_scale(params, work.head, work.kv_head))};
   float sink = -INFINITY;
   const RowTile<T>* row_tile = &here;
   if constexpr (Traits::kIsGeneral) {
-    here.tiles = KvTiles::of<Traits::kM, Traits::kN>(params, mask, work.m_tile);
+    here.tiles = KvTiles::of(params.mask, band, work.m_tile);
     here.transform = LogitTransform::of(params, work.head, work.kv_head);
-    sink = sink_logit(params, work.head);
+    if (work.is_whole()) sink = sink_logit(params, work.head);
     row_tile = &smem.row_tile;
     if (threadIdx.x == 0) smem.row_tile = here;
     __syncthreads();
@@ -40,8 +43,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
 
   const KvLoader<Traits> loader{row_tile->k, row_tile->v, smem};
   if (last >= 0) {
-    load_rows<Traits, Traits::kM, Traits::Dims::kQk>(
-        HeadRows<T>::of(params.q, work.head, params.qo_len, params.head_dim_qk), first_row, smem.q);
+    load_q<Traits>(params, work.head, first_row, smem.q);
     loader.start_k(last);
   }
 
@@ -50,8 +52,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
   attend<Traits>(loader, *row_tile, params, mask, last, first_row, softmax, out);
-  write_tile<Traits>(smem, params, work.head, first_row, sink, value_scale(params, work.kv_head),
-                     softmax, out);
+  write_tile<Traits>(smem, params, work.head, schedule.part_of_all(blockIdx.x), first_row, sink,
+                     value_scale(params, work.kv_head), softmax, out);
 }
 
 }  // namespace prefill::fa2

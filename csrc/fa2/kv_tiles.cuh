@@ -16,12 +16,10 @@ struct KvTiles {
 
   PREFILL_HOST_DEVICE static KvTiles of_band(const KvTileRange& band) { return {band, {}, false}; }
 
-  template <int kM, int kN>
-  PREFILL_HOST_DEVICE static KvTiles of(const PrefillParams& params, const BandMask& band,
+  PREFILL_HOST_DEVICE static KvTiles of(const MaskTiles& mask, const KvTileRange& band,
                                         int m_tile) {
-    const bool is_custom = params.mask.mixed != nullptr;
-    return {band.kv_tiles<kM, kN>(m_tile * kM),
-            is_custom ? RowTileMask::of(params.mask, m_tile) : RowTileMask{}, is_custom};
+    if (mask.mixed == nullptr) return of_band(band);
+    return {band, RowTileMask::of(mask, m_tile, band.begin, band.end), true};
   }
 
   template <int kN>
@@ -35,7 +33,7 @@ struct KvTiles {
     return tile > band.begin ? tile - 1 : -1;
   }
   PREFILL_HOST_DEVICE int last() const {
-    return is_custom ? mask.last_before(mask.num_words * 32) : before(band.end);
+    return before(band.end);
   }
 };
 

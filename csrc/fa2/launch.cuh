@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/combine.h"
 #include "common/kernel_key.h"
 #include "common/params.h"
 #include "common/smem_limit.h"
@@ -25,8 +26,10 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
   static SmemLimit smem_limit;
   if (cudaError_t error = smem_limit.raise(kernel, kSmemBytes); error != cudaSuccess) return error;
   const TileSchedule schedule = TileSchedule::make(params, Traits::kM, 0);
-  kernel<<<schedule.num_tiles(), Traits::kThreads, kSmemBytes, stream>>>(params, schedule);
-  return cudaGetLastError();
+  kernel<<<schedule.num_items(), Traits::kThreads, kSmemBytes, stream>>>(params, schedule);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess || !params.split.exists()) return error;
+  return combine(params, {schedule, Traits::kM, Dims::kVo}, kDType, /*programmatic=*/false, stream);
 }
 
 template <DType kDType, class Dims>

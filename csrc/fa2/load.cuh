@@ -40,6 +40,33 @@ CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, T* tile) {
   }
 }
 
+// Queries from row `first_row` of the call on, of a block of heads (RowMap), in the same way.
+template <class Traits>
+CUTE_DEVICE void load_q(const PrefillParams& params, int head, int first_row,
+                        typename Traits::T* tile) {
+  using T = typename Traits::T;
+  constexpr int kChunk = 16 / sizeof(T);
+  constexpr int kChunks = Traits::kColumns / kChunk;
+  const typename Traits::LayoutQ layout;
+  const int thread_column = threadIdx.x % kChunks * kChunk;
+  const T* from = static_cast<const T*>(params.q.data) + thread_column +
+                  int64_t{head} * params.rows.heads * params.q.head_stride;
+  CUTE_UNROLL
+  for (int row = threadIdx.x / kChunks; row < Traits::kM; row += Traits::kThreads / kChunks) {
+    const int of_call = first_row + row;
+    const bool row_exists = params.rows.exists(of_call, params.qo_len);
+    const T* of_row = from + params.rows.token(of_call) * params.q.token_stride +
+                      params.rows.head(of_call) * params.q.head_stride;
+    CUTE_UNROLL
+    for (int column = 0; column < Traits::Dims::kQk; column += Traits::kColumns) {
+      const bool exists = row_exists && thread_column + column < params.head_dim_qk;
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(
+          *reinterpret_cast<const uint128_t*>(of_row + column),
+          *reinterpret_cast<uint128_t*>(&tile[layout(row, thread_column + column)]), exists);
+    }
+  }
+}
+
 // K and V of one KV head. Shared memory holds one tile of each; while one is in use, the other
 // loads.
 template <class Traits>

@@ -109,7 +109,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
       if (Traits::kIsGeneral && tiles.is_custom) {
         apply_bits(rows, offsets, params.mask, row, tile);
       } else {
-        apply_mask(rows, offsets, band, row, tile * Traits::kN + get<1>(at));
+        apply_mask(rows, offsets, band, params.rows, row, tile * Traits::kN + get<1>(at));
       }
     }
     const auto factor = softmax.step(rows);

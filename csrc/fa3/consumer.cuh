@@ -4,6 +4,8 @@
 #include "common/fragment.cuh"
 #include "common/mask.cuh"
 #include "common/params.h"
+#include "common/parts.cuh"
+#include "common/tile_schedule.cuh"
 #include "common/transform.cuh"
 #include "fa3/epilogue.cuh"
 #include "fa3/tensor_maps.cuh"
@@ -41,6 +43,7 @@ struct Consumer {
   typename Traits::ConsumerStorage& own;
   PrefillParams const& params;
   TensorMaps const& maps;
+  TileSchedule const& schedule;
   BandMask const& mask;
   const int warpgroup;
   const int thread;  // within the warpgroup
@@ -49,11 +52,13 @@ struct Consumer {
   uint32_t num_steps = 0;  // KV tiles whose K has been used; V lags one behind
 
   CUTE_DEVICE Consumer(typename Traits::SharedStorage& smem_, PrefillParams const& params_,
-                       TensorMaps const& maps_, BandMask const& mask_, int warpgroup_)
+                       TensorMaps const& maps_, TileSchedule const& schedule_,
+                       BandMask const& mask_, int warpgroup_)
       : smem(smem_),
         own(smem_.consumers[warpgroup_]),
         params(params_),
         maps(maps_),
+        schedule(schedule_),
         mask(mask_),
         warpgroup(warpgroup_),
         thread(threadIdx.x % kWarpgroupThreads),
@@ -122,9 +127,9 @@ struct Consumer {
     const Place at = place();
     const int tile = kv_tile(step);
     if (Traits::kIsGeneral && params.mask.mixed != nullptr) {
-      apply_bits(scores, at.offsets, params.mask, at.row, tile);
+      apply_bits(scores, at.offsets, afresh(params).mask, at.row, tile);
     } else {
-      apply_mask(scores, at.offsets, mask, at.row, tile * Traits::kN + at.column);
+      apply_mask(scores, at.offsets, mask, params.rows, at.row, tile * Traits::kN + at.column);
     }
   }
 
@@ -140,6 +145,11 @@ struct Consumer {
     }
   }
 
+  // The place in SplitKv of this warpgroup's rows of a part.
+  CUTE_DEVICE int first_row_of(int part) const {
+    return part * Traits::kM + warpgroup * kWarpgroupRows;
+  }
+
   using RowNormaliser = Normaliser<Softmax::kRows>;
 
   // For rows whose last product has been started: writes the LSE, and answers what to multiply the
@@ -149,7 +159,14 @@ struct Consumer {
     const float sink = Traits::kIsGeneral ? rows.sink : -INFINITY;
     const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
         typename Traits::MmaPv{}, thread);
-    store_lse(params, softmax, rows.is_careful, coordinates, rows.head, sink, rows.first_row);
+    const int part = afresh(schedule).part_of_all(rows.round, blockIdx.x);
+    if (part < 0) {
+      store_lse(afresh(params), softmax, rows.is_careful, coordinates, rows.head, sink,
+                rows.first_row);
+    } else {
+      store_part_lse(afresh(params).split, softmax, rows.is_careful, coordinates,
+                     first_row_of(part));
+    }
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
@@ -173,6 +190,15 @@ struct Consumer {
       if (thread == 0) smem.redo_list.add(rows.round);
       return;
     }
+    if (const int part = afresh(schedule).part_of_all(rows.round, blockIdx.x); part >= 0) {
+      using TileShape = Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>;
+      // For all ptxas knows, new: so that no address of this rare path is kept throughout.
+      int this_thread = thread;
+      asm volatile("" : "+r"(this_thread));
+      store_part_rows<TileShape>(afresh(params), typename Traits::MmaPv{}, this_thread,
+                                 rows.first_row, first_row_of(part), out_rows);
+      return;
+    }
     if constexpr (Traits::kStagesOutput) {
       stage_rows(own.out, thread, out);
       tma_store_fence();
@@ -185,7 +211,7 @@ struct Consumer {
         tma_store_arrive();
       }
     } else {
-      store_rows<T>(params.out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row, out);
+      store_rows<T>(afresh(params).out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row, out);
     }
   }
 

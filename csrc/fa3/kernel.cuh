@@ -13,6 +13,20 @@
 
 namespace prefill::fa3 {
 
+// TMA never writes the spare rows of a block. They are computed like all others: what they hold must
+// be finite.
+template <class Storage>
+CUTE_DEVICE void clear_queries(Storage& smem) {
+  for (auto& consumer : smem.consumers) {
+    auto* words = reinterpret_cast<uint4*>(consumer.q);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(consumer.q) / sizeof(uint4));
+         i += blockDim.x) {
+      words[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  cutlass::arch::fence_view_async_shared();
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ PrefillParams params,
@@ -40,6 +54,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else if (threadIdx.x / 32 == 1) {
     smem.redo_list.clear();
   }
+  if (params.rows.rows() < kWarpgroupRows) clear_queries(smem);
   __syncthreads();
   // The next kernel may start on SMs that this one leaves. Of this one only the producer waits for
   // the kernel before; consumers wait for the producer.
@@ -51,7 +66,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) Producer<Traits>{smem, params, maps, schedule, mask}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<Traits>(smem, params, maps, mask, cutlass::canonical_warp_group_idx() - 1).run();
+    Consumer<Traits>(smem, params, maps, schedule, mask, cutlass::canonical_warp_group_idx() - 1)
+        .run();
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "common/combine.h"
 #include "common/kernel_key.h"
 #include "common/params.h"
 #include "common/smem_limit.h"
@@ -20,7 +21,7 @@ KernelInfo kernel_info() {
 template <class Traits>
 cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, TensorMaps& maps) {
   cudaError_t error = encode(maps.q, params.q, type, params.head_dim_qk, params.qo_len,
-                             params.num_qo_heads, kWarpgroupRows);
+                             params.num_qo_heads, params.rows);
   if (error != cudaSuccess) return error;
   error = encode(maps.k, params.k, type, params.head_dim_qk, params.kv_len, params.num_kv_heads,
                  Traits::kN);
@@ -48,13 +49,7 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
       maps);
   if (error != cudaSuccess) return error;
 
-  int device = 0, num_sms = 0;
-  error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-
-  const TileSchedule schedule = TileSchedule::make(params, Traits::kM, num_sms);
+  const TileSchedule schedule = TileSchedule::make(params, Traits::kM, params.num_sms);
   // Programmatic: the launch need not wait until the kernel before has ended (kernel.cuh does).
   cudaLaunchAttribute programmatic{};
   programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -66,7 +61,9 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &programmatic;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params, maps, schedule);
+  error = cudaLaunchKernelEx(&config, kernel, params, maps, schedule);
+  if (error != cudaSuccess || !params.split.exists()) return error;
+  return combine(params, {schedule, Traits::kM, Dims::kVo}, kDType, /*programmatic=*/true, stream);
 }
 
 template <DType kDType, class Dims>

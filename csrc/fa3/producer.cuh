@@ -31,9 +31,12 @@ struct Producer {
   struct Work {
     int round;
     WorkTile tile;
-    KvTileOrder order;
-    KvTileWalk walk;  // instead of the order, under a custom mask
+    KvTileOrder order;  // under a custom mask, bounds and counts alone
+    KvTileWalk walk;    // instead
 
+    CUTE_DEVICE RowTileMask mask_of(MaskTiles const& mask) const {
+      return RowTileMask::of(mask, tile.m_tile, order.first, order.end);
+    }
     CUTE_DEVICE int first_row() const { return tile.m_tile * Traits::kM; }
   };
 
@@ -58,6 +61,20 @@ struct Producer {
                                                      tile * Traits::kN, kv_head);
   }
 
+  CUTE_DEVICE void load_q(typename Traits::T* rows,
+                          cutlass::arch::ClusterTransactionBarrier& full, int token,
+                          int head) const {
+    constexpr int kRowBytes = Traits::Dims::kQk * static_cast<int>(sizeof(typename Traits::T));
+    compiler_fence();
+    full.arrive_and_expect_tx(params.rows.rows() * kRowBytes);
+    CUTE_UNROLL
+    for (int column = 0; column < Traits::Dims::kQk; column += Traits::kColumns) {
+      SM90_TMA_LOAD_4D::copy(&maps.q, reinterpret_cast<uint64_t*>(&full),
+                             static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
+                             rows + kWarpgroupRows * column, column, 0, token, head);
+    }
+  }
+
   // V of the KV tile whose K was loaded last.
   CUTE_DEVICE void load_pending_v() {
     if (!v_is_pending) return;
@@ -78,18 +95,20 @@ struct Producer {
       const WorkTile tile = schedule.tile(round, blockIdx.x);
       if (!tile.exists()) continue;
       Work work{round++, tile, {}, {}};
+      const int tile_tokens = params.rows.tile_tokens(Traits::kM);
+      KvTileRange kv_tiles = mask.kv_tiles(tile.m_tile * tile_tokens, tile_tokens, Traits::kN);
+      if (!tile.is_whole()) kv_tiles = kv_tiles.part(tile.part, params.split.num_splits);
       if (has_custom_mask()) {
-        const RowTileMask row_tile = RowTileMask::of(params.mask, tile.m_tile);
-        const int num_mixed = row_tile.count(row_tile.mixed);
-        work.order = {0, 0, num_mixed + row_tile.count(row_tile.full), num_mixed};
-        work.walk = KvTileWalk::of(row_tile);
+        work.order = {kv_tiles.begin, kv_tiles.end, 0, 0};
+        const RowTileMask row_tile = work.mask_of(params.mask);
+        work.order.num_masked = row_tile.count(row_tile.mixed);
+        work.order.count = work.order.num_masked + row_tile.count(row_tile.full);
       } else {
-        const auto kv_tiles = mask.kv_tiles<Traits::kM, Traits::kN>(work.first_row());
         work.order = kv_tiles.template masked_first<Traits::kN>();
       }
       return work;
     }
-    return {round, {-1, 0, 0}, {0, 0, 0, 0}, {}};
+    return {round, {-1, 0, 0, -1}, {0, 0, 0, 0}, {}};
   }
 
   CUTE_DEVICE bool has_custom_mask() const {
@@ -98,7 +117,7 @@ struct Producer {
 
   // Of the steps in turn.
   CUTE_DEVICE int next_tile(Work& work, int step) const {
-    return has_custom_mask() ? work.walk.next() : work.order.tile(step);
+    return has_custom_mask() ? work.walk.next(work.mask_of(params.mask)) : work.order.tile(step);
   }
 
   CUTE_DEVICE RowTile row_tile(Work const& work) const {
@@ -108,7 +127,9 @@ struct Producer {
     float sink = -INFINITY;
     if constexpr (Traits::kIsGeneral) {
       transform = LogitTransform::of(params, tile.head, tile.kv_head);
-      sink = sink_logit(params, tile.head);
+      // The sink of parts joins where they are merged.
+      const bool is_whole = schedule.part_of_all(work.round, blockIdx.x) < 0;
+      if (is_whole) sink = sink_logit(params, tile.head);
     } else {
       transform = LogitTransform::of_scale(logit_scale(params, tile.head, tile.kv_head));
     }
@@ -142,9 +163,8 @@ struct Producer {
         compiler_fence();
         ring.full[num_rows % Traits::kQStages].arrive();
       } else {
-        load_tile<Traits, kWarpgroupRows, Traits::Dims::kQk>(
-            maps.q, consumer.q[num_rows % Traits::kQStages], ring.full[num_rows % Traits::kQStages],
-            TMA::CacheHintSm90::EVICT_FIRST, rows.first_row, rows.head);
+        load_q(consumer.q[num_rows % Traits::kQStages], ring.full[num_rows % Traits::kQStages],
+               params.rows.token(rows.first_row), rows.head);
       }
       rows.first_row += kWarpgroupRows;
     }

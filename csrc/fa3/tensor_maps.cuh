@@ -26,28 +26,52 @@ inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)& encoder) {
   return error;
 }
 
-// Boxes of `box_rows` rows by 64 columns (128 bytes) of one head, swizzled as WGMMA reads them.
-// What a box covers outside the tensor reads as zero, and is not written.
-inline cudaError_t encode(CUtensorMap& map, const TensorView& tensor, CUtensorMapDataType type,
-                          int head_dim, int length, int num_heads, int box_rows) {
+// A dim after the first, in elements, and how much of it a box covers.
+struct MapDim {
+  int size;
+  int64_t stride;
+  int box;
+};
+
+// Boxes of 64 columns (128 bytes) by what `dims` say, swizzled as WGMMA reads them. What a box
+// covers outside the tensor reads as zero, and is not written.
+template <int kDims>
+cudaError_t encode(CUtensorMap& map, void* data, CUtensorMapDataType type, int head_dim,
+                   const MapDim (&dims)[kDims]) {
   decltype(&cuTensorMapEncodeTiled) encoder = nullptr;
   if (cudaError_t error = find_encoder(encoder); error != cudaSuccess) return error;
   constexpr cuuint64_t kElementBytes = 2;
-  // A dim of size 1 may come with any stride; TMA wants a multiple of 16 bytes all the same.
-  const auto stride_bytes = [](int size, int64_t stride) {
-    return size == 1 ? cuuint64_t{16} : static_cast<cuuint64_t>(stride) * kElementBytes;
-  };
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(length),
-                               static_cast<cuuint64_t>(num_heads)};
-  const cuuint64_t strides[2] = {stride_bytes(length, tensor.token_stride),
-                                 stride_bytes(num_heads, tensor.head_stride)};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_rows), 1};
-  const cuuint32_t element_strides[3] = {1, 1, 1};
+  cuuint64_t sizes[kDims + 1] = {static_cast<cuuint64_t>(head_dim)}, strides[kDims];
+  cuuint32_t box[kDims + 1] = {64}, element_strides[kDims + 1] = {1};
+  for (int i = 0; i < kDims; ++i) {
+    sizes[i + 1] = static_cast<cuuint64_t>(dims[i].size);
+    // A dim of size 1 may come with any stride; TMA wants a multiple of 16 bytes all the same.
+    strides[i] = dims[i].size == 1 ? 16 : static_cast<cuuint64_t>(dims[i].stride) * kElementBytes;
+    box[i + 1] = static_cast<cuuint32_t>(dims[i].box);
+    element_strides[i + 1] = 1;
+  }
   const CUresult result =
-      encoder(&map, type, 3, tensor.data, sizes, strides, box, element_strides,
+      encoder(&map, type, kDims + 1, data, sizes, strides, box, element_strides,
               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Boxes of `box_rows` tokens of one head.
+inline cudaError_t encode(CUtensorMap& map, const TensorView& tensor, CUtensorMapDataType type,
+                          int head_dim, int length, int num_heads, int box_rows) {
+  return encode(
+      map, tensor.data, type, head_dim,
+      {{length, tensor.token_stride, box_rows}, {num_heads, tensor.head_stride, 1}});
+}
+
+// Boxes of a block of rows.
+inline cudaError_t encode(CUtensorMap& map, const TensorView& tensor, CUtensorMapDataType type,
+                          int head_dim, int length, int num_heads, const RowMap& rows) {
+  return encode(map, tensor.data, type, head_dim,
+                {{rows.heads, tensor.head_stride, rows.heads},
+                 {length, tensor.token_stride, rows.tokens},
+                 {num_heads / rows.heads, tensor.head_stride * rows.heads, 1}});
 }
 
 }  // namespace prefill::fa3

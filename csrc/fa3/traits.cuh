@@ -19,6 +19,15 @@ using namespace cute;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;
 
+// The same, for all ptxas knows elsewhere: so that what a rare path reads of it is not read at the
+// start and kept in registers throughout.
+template <class T>
+CUTE_DEVICE T const& afresh(T const& value) {
+  T const* place = &value;
+  asm volatile("" : "+l"(place));
+  return *place;
+}
+
 template <DType kDType, class Dims_, Scores kScores>
 struct Traits {
   using Dims = Dims_;

@@ -272,6 +272,7 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   params.num_kv_heads = test.num_kv_heads;
   params.head_dim_qk = dims.qk;
   params.head_dim_vo = dims.vo;
+  CHECK_CUDA(cudaDeviceGetAttribute(&params.num_sms, cudaDevAttrMultiProcessorCount, 0));
   const int unbounded = test.qo_len + test.kv_len;
   params.window_left = test.window_left == kUnbounded ? unbounded : test.window_left;
   params.window_right = test.window_right == kUnbounded ? unbounded : test.window_right;
@@ -293,7 +294,7 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   DeviceArray<uint8_t> mask(static_cast<int64_t>(bools.size()));
   mask.upload(bools.data());
   const KernelInfo info = entry.info();
-  const auto counts = MaskTileCounts::of(test.qo_len, test.kv_len, info.tile_m, info.tile_n);
+  const auto counts = MaskTileCounts::of(test.qo_len, test.kv_len, {}, info.tile_m, info.tile_n);
   const DeviceArray<uint8_t> mask_workspace(counts.workspace_bytes());
   if (test.extras.mask) {
     params.mask = counts.carve(mask_workspace.data());

@@ -38,11 +38,33 @@ void check_rows(const BandMask& mask) {
   }
 }
 
+// Parts of a range follow each other without a gap, and none is longer than another by more than one.
+void check_parts(const KvTileRange& range, int count, const BandMask& mask) {
+  const int tiles = std::max(range.end - range.begin, 0);
+  int end = range.begin;
+  for (int index = 0; index < count; ++index) {
+    const KvTileRange part = range.part(index, count);
+    if (range.empty()) {
+      CHECK(part.empty(), mask << ": a part of nothing");
+      continue;
+    }
+    const int length = part.end - part.begin;
+    CHECK_EQ(part.begin, end, mask << ", part " << index << " of " << count);
+    CHECK(length == tiles / count || length == tiles / count + 1, mask << ", part " << index);
+    CHECK_EQ(part.full_begin, range.full_begin, mask);
+    CHECK_EQ(part.full_end, range.full_end, mask);
+    end = part.end;
+  }
+  if (!range.empty()) CHECK_EQ(end, range.end, mask << ", " << count << " parts");
+}
+
 // All KV tiles of a row tile's range come once: those that need masking first, the others in rising
 // order. When one more than the masked ones are done, each row has seen a key that sees any.
 template <int kTileM, int kTileN>
-void check_order(const BandMask& mask, int first) {
-  const KvTileRange range = mask.kv_tiles<kTileM, kTileN>(first);
+void check_order(const BandMask& mask, int first, int part, int num_parts) {
+  const KvTileRange whole = mask.kv_tiles(first, kTileM, kTileN);
+  check_parts(whole, num_parts, mask);
+  const KvTileRange range = whole.part(part, num_parts);
   const KvTileOrder order = range.masked_first<kTileN>();
   CHECK_EQ(order.empty(), range.empty(), mask << ", rows from " << first);
   if (range.empty()) return;
@@ -61,7 +83,7 @@ void check_order(const BandMask& mask, int first) {
   const int num_anchoring = std::min(order.num_masked + 1, order.count);
   for (int row = first; row < std::min(first + kTileM, mask.qo_len); ++row) {
     bool sees_any = false, anchored = false;
-    for (int key = 0; key < mask.kv_len; ++key) {
+    for (int key = range.begin * kTileN; key < std::min(range.end * kTileN, mask.kv_len); ++key) {
       if (!sees(mask, row, key)) continue;
       sees_any = true;
       anchored = anchored || place.at(key / kTileN - range.begin) < num_anchoring;
@@ -82,8 +104,13 @@ void check_tiles(const BandMask& mask) {
     for (int row = first; row < first + rows; ++row) {
       for (int key = 0; key < mask.kv_len; ++key) pairs[key / kTileN] += sees(mask, row, key);
     }
-    const KvTileRange range = mask.kv_tiles<kTileM, kTileN>(first);
-    check_order<kTileM, kTileN>(mask, first);
+    const KvTileRange range = mask.kv_tiles(first, kTileM, kTileN);
+    check_order<kTileM, kTileN>(mask, first, 0, 1);
+    constexpr int kMostParts = 5;
+    const int num_parts = 2 + (first + mask.kv_len) % kMostParts;
+    for (int part = 0; part < num_parts; ++part) {
+      check_order<kTileM, kTileN>(mask, first, part, num_parts);
+    }
     const bool any = std::any_of(pairs.begin(), pairs.end(), [](int count) { return count > 0; });
     CHECK_EQ(range.empty(), !any, mask << ", rows from " << first);
     if (range.empty()) continue;
@@ -171,7 +198,7 @@ void check_huge_tile(const BandMask& mask, int row) {
   const int64_t last = std::min(int64_t{row} + kTileM, int64_t{mask.qo_len}) - 1;
   const int64_t key_begin = wide_begin(mask, row);
   const int64_t key_end = wide_end(mask, last);
-  const KvTileRange range = mask.kv_tiles<kTileM, kTileN>(row);
+  const KvTileRange range = mask.kv_tiles(row, kTileM, kTileN);
   CHECK_EQ(range.empty(), key_begin >= key_end, mask << ", rows from " << row);
   if (range.empty()) return;
   CHECK_EQ(range.begin, key_begin / kTileN, mask << ", rows from " << row);

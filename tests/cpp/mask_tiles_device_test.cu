@@ -121,7 +121,7 @@ void run_huge(cudaStream_t stream) {
   PrefillParams params{};
   params.qo_len = params.kv_len = length;
   params.window_left = params.window_right = 2 * length;
-  const MaskTileCounts counts = MaskTileCounts::of(length, length, tile_m, tile_n);
+  const MaskTileCounts counts = MaskTileCounts::of(length, length, {}, tile_m, tile_n);
   const int64_t bytes = (int64_t{length} * length + 7) / 8;
   size_t free_bytes = 0, all_bytes = 0;
   CHECK_CUDA(cudaMemGetInfo(&free_bytes, &all_bytes));

@@ -31,11 +31,11 @@ using WarpKeys = std::array<uint32_t, kMaskLanes>;
 
 // 32 keys of a row for each lane, those of a quad after each other.
 template <WordAccess kAccess, class Format>
-WarpKeys warp_keys(const MaskMemory<Format>& memory, const BandMask& band, int first_row, int begin,
+WarpKeys warp_keys(const MaskMemory<Format>& memory, const MaskCase& test, int first_row, int begin,
                    int end) {
   WarpKeys keys{};
   for (int lane = 0; lane < kMaskLanes; ++lane) {
-    keys[lane] = MaskRow::of(band, first_row + lane / 4)
+    keys[lane] = MaskRow::of(test.band(), test.rows.token(first_row + lane / 4))
                      .seen_keys<kAccess>(memory, begin + 32 * (lane % 4), end);
   }
   return keys;
@@ -64,19 +64,22 @@ void lay_out(const MaskSource& source, const MaskCase& test, std::vector<uint32_
   const int num_words = (counts.kv_tiles + 31) / 32;
   std::vector<bool> some(counts.row_tiles * counts.kv_tiles), lacking(some.size());
   for (int block = 0; block < counts.row_blocks; ++block) {
-    const int first_row = std::min(kMaskBlockRows * block, test.qo_len - 1);
-    const int last_row = std::min(first_row + kMaskBlockRows, test.qo_len) - 1;
-    const auto range = band.kv_tiles(first_row, kMaskBlockRows, test.tile_n);
+    const auto token = [&](int i) {
+      return std::min(test.rows.token(kMaskBlockRows * block + i), test.qo_len - 1);
+    };
+    const int first_row = token(0), last_row = token(kMaskBlockRows - 1);
+    const auto range = band.kv_tiles(first_row, last_row + 1 - first_row, test.tile_n);
     for (int tile = 0; tile < counts.kv_tiles; ++tile) {
-      const size_t index = static_cast<size_t>(first_row / test.tile_m) * counts.kv_tiles + tile;
+      const size_t row_tile = block * kMaskBlockRows / test.tile_m;
+      const size_t index = row_tile * counts.kv_tiles + tile;
       const int begin = tile * test.tile_n, end = begin + test.tile_n;
       for (int half = 0; half < 2; ++half) {
         WarpKeys keys{};
         if (range.begin <= tile && tile < range.end) {
-          const int row = first_row + 8 * half;
+          const int row = kMaskBlockRows * block + 8 * half;
           keys = memory.is_whole(first_row, last_row, begin, std::min(end, test.kv_len))
-                     ? warp_keys<WordAccess::whole>(memory, band, row, begin, end)
-                     : warp_keys<WordAccess::checked>(memory, band, row, begin, end);
+                     ? warp_keys<WordAccess::whole>(memory, test, row, begin, end)
+                     : warp_keys<WordAccess::checked>(memory, test, row, begin, end);
         }
         const WarpKeys columns = quad_transpose(keys);
         for (int lane = 0; lane < kMaskLanes; ++lane) {
@@ -191,7 +194,7 @@ void check_far_keys() {
 }
 
 void check_sizes() {
-  const MaskTileCounts counts = MaskTileCounts::of(65537, 65537, 128, 80);
+  const MaskTileCounts counts = MaskTileCounts::of(65537, 65537, {}, 128, 80);
   CHECK_EQ(counts.row_tiles, 513);
   CHECK_EQ(counts.row_blocks, 513 * 8);
   CHECK_EQ(counts.kv_tiles, 820);
@@ -199,7 +202,7 @@ void check_sizes() {
   CHECK_EQ(counts.class_words(), 513 * 26);
   CHECK_EQ(counts.workspace_bytes(), int64_t{513 * 8} * 820 * 256 + 2 * 513 * 26 * 4);
   const int longest = (1 << 30) - 1;
-  const MaskTileCounts most = MaskTileCounts::of(longest, longest, 64, 64);
+  const MaskTileCounts most = MaskTileCounts::of(longest, longest, {}, 64, 64);
   CHECK_EQ(most.words(), (int64_t{1} << 26) * (1 << 24) * 32);
   alignas(8) static char memory[8];
   const MaskTiles tiles = counts.carve(memory);

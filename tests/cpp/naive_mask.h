@@ -82,9 +82,10 @@ struct MaskCase {
   MaskFormat format;
   int lead;  // address of the source
   int gap;   // bytes between rows of bools
+  RowMap rows = {};
 
   BandMask band() const { return {qo_len, kv_len, window_left, window_right}; }
-  MaskTileCounts counts() const { return MaskTileCounts::of(qo_len, kv_len, tile_m, tile_n); }
+  MaskTileCounts counts() const { return MaskTileCounts::of(qo_len, kv_len, rows, tile_m, tile_n); }
   int64_t row_keys() const { return format == MaskFormat::bits ? kv_len : int64_t{kv_len} + gap; }
 };
 
@@ -93,7 +94,7 @@ inline std::ostream& operator<<(std::ostream& stream, const MaskCase& test) {
                 << test.window_right << ", tiles " << test.tile_m << " x " << test.tile_n
                 << ", kind " << static_cast<int>(test.kind)
                 << (test.format == MaskFormat::bits ? ", bits" : ", bools") << " from byte "
-                << test.lead << ", gap " << test.gap;
+                << test.lead << ", gap " << test.gap << ", " << test.rows.heads << " heads a row tile";
 }
 
 // A random case of any kind.
@@ -110,6 +111,7 @@ inline MaskCase random_case(Random& random, int longest) {
   test.window_left = window();
   test.window_right = window();
   test.tile_m = kTilesM[random.integer(0, 2)];
+  if (random.integer(0, 1)) test.rows = RowMap::of(random.integer(1, RowMap::kBlock));
   test.tile_n = kTilesN[random.integer(0, 5)];
   test.kind = kMaskKinds[random.integer(0, 6)];
   test.format = random.integer(0, 1) ? MaskFormat::bits : MaskFormat::bools;
@@ -130,26 +132,29 @@ inline void check_mask_tiles(const MaskTiles& found, const std::vector<uint8_t>&
     return key < test.kv_len && mask[int64_t{row} * test.kv_len + key] != 0 &&
            position - test.window_left <= key && key <= position + test.window_right;
   };
-  for (int first = 0; first < test.qo_len; first += test.tile_m) {
-    const int end = std::min(first + test.tile_m, test.qo_len);
+  const auto token = [&](int row) { return std::min(test.rows.token(row), test.qo_len - 1); };
+  const int tile_tokens = test.rows.tile_tokens(test.tile_m);
+  const int num_row_tiles = (test.qo_len + tile_tokens - 1) / tile_tokens;
+  for (int row_tile = 0; row_tile < num_row_tiles; ++row_tile) {
+    const int first = row_tile * test.tile_m, end = first + test.tile_m;
     for (int tile = 0; tile < 32 * num_words; ++tile) {
       int64_t count = 0;
       for (int row = first; row < end; ++row) {
-        for (int c = 0; c < test.tile_n; ++c) count += sees(row, tile * test.tile_n + c);
+        for (int c = 0; c < test.tile_n; ++c) count += sees(token(row), tile * test.tile_n + c);
       }
       const bool full = count == int64_t{end - first} * test.tile_n;
       const bool mixed = count > 0 && !full;
-      const int64_t word = int64_t{first / test.tile_m} * num_words + tile / 32;
+      const int64_t word = int64_t{row_tile} * num_words + tile / 32;
       CHECK_EQ(found.mixed[word] >> tile % 32 & 1, uint32_t{mixed},
                test << ", rows from " << first << ", tile " << tile << " of " << num_kv_tiles);
       CHECK_EQ(found.full[word] >> tile % 32 & 1, uint32_t{full},
                test << ", rows from " << first << ", tile " << tile << " of " << num_kv_tiles);
       if (!mixed) continue;
-      for (int block = first / 16; block < (end + 15) / 16; ++block) {
+      for (int block = first / 16; block < end / 16; ++block) {
         for (int lane = 0; lane < 32; ++lane) {
           const MaskWords words = found.bits[(int64_t{block} * num_kv_tiles + tile) * 32 + lane];
           for (int half = 0; half < 2; ++half) {
-            const int row = std::min(16 * block + lane / 4 + 8 * half, test.qo_len - 1);
+            const int row = token(16 * block + lane / 4 + 8 * half);
             uint32_t expected = 0;
             for (int c = 0; c < test.tile_n / 4; ++c) {
               const int column = 8 * (c / 2) + 2 * (lane % 4) + c % 2;

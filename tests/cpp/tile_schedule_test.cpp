@@ -14,6 +14,8 @@ namespace {
 
 using prefill::BandMask;
 using prefill::PrefillParams;
+using prefill::RowMap;
+using prefill::SplitKv;
 using prefill::TileSchedule;
 using prefill::WorkTile;
 using prefill::test::Random;
@@ -47,26 +49,36 @@ void check_sections(const TileSchedule& schedule) {
   CHECK_EQ(schedule.num_tiles(), index, schedule);
 }
 
-// Walked as kernels do, every (row tile, head) comes once.
+// Walked as kernels do, every (row tile, head) comes once, or each of its parts.
 void check_all_once(const TileSchedule& schedule, int group) {
   const int num_m_tiles = schedule.sections.num_m_tiles;
+  const int num_splits = schedule.splits.divisor;
   std::vector<int> visits(schedule.num_tiles());
-  const auto visit = [&](const WorkTile& work) {
+  std::vector<int> part_visits(schedule.num_in_parts() * num_splits);
+  const auto visit = [&](const WorkTile& work, int part_of_all) {
+    CHECK_EQ(part_of_all < 0, work.is_whole(), schedule);
+    if (!work.is_whole()) {
+      CHECK_EQ(part_of_all % num_splits, work.part, schedule);
+      ++part_visits.at(part_of_all);
+    }
     CHECK(0 <= work.m_tile && work.m_tile < num_m_tiles, schedule << ", tile " << work.m_tile);
     CHECK(0 <= work.head && work.head < schedule.sections.num_heads, schedule);
     CHECK_EQ(work.kv_head, work.head / group, schedule);
-    ++visits.at(work.head * num_m_tiles + work.m_tile);
+    visits.at(work.head * num_m_tiles + work.m_tile) += work.is_whole() ? num_splits : 1;
   };
   if (schedule.num_blocks == 0) {
-    for (int index = 0; index < schedule.num_tiles(); ++index) visit(schedule.tile(index));
+    for (int index = 0; index < schedule.num_items(); ++index) {
+      visit(schedule.tile(index), schedule.part_of_all(index));
+    }
   }
   for (int block = 0; block < schedule.num_blocks; ++block) {
     for (int round = 0; round < schedule.num_rounds; ++round) {
       const WorkTile work = schedule.tile(round, block);
-      if (work.exists()) visit(work);
+      if (work.exists()) visit(work, schedule.part_of_all(round, block));
     }
   }
-  for (int visit : visits) CHECK_EQ(visit, 1, schedule);
+  for (int visit : visits) CHECK_EQ(visit, num_splits, schedule);
+  for (int visit : part_visits) CHECK_EQ(visit, 1, schedule);
 }
 
 // Causal, square tiles: pairs are equally long, and in the end no block has worked for longer than
@@ -145,7 +157,7 @@ void check_longest_first(const PrefillParams& params) {
   int section = -1, length = 0;
   for (int index = 0; index < schedule.num_tiles(); ++index) {
     const WorkTile work = schedule.tile(index);
-    const auto tiles = mask.kv_tiles<kTileM, kTileN>(work.m_tile * kTileM);
+    const auto tiles = mask.kv_tiles(work.m_tile * kTileM, kTileM, kTileN);
     const int work_section =
         schedule.late_rows_first ? 0 : work.head / schedule.sections.heads_per_section;
     CHECK(work_section != section || tiles.end - tiles.begin <= length,
@@ -168,6 +180,14 @@ int main() {
     check_sections(schedule);
     check_all_once(schedule, group);
     check_balance(random.integer(1, 30), heads, random.integer(1, 40));
+
+    const int num_m_tiles = random.integer(1, 10), num_tiles = num_m_tiles * heads;
+    float memory = 0.f;  // what makes them exist
+    SplitKv split{random.integer(1, 9), random.integer(0, num_tiles), &memory, &memory};
+    check_all_once(
+        TileSchedule::of(num_m_tiles, heads, random.integer(1, heads), group,
+                         random.integer(0, 1) == 1, false, random.integer(0, 40), split),
+        group);
   }
   for (int i = 0; i < 2000; ++i) {
     PrefillParams params =
@@ -189,5 +209,11 @@ int main() {
   check_made(make_params(1, kLongest, 8, 1, 8), 192);
   check_made(make_params(kLongest, 1, 8, 1, 8), 192);
   check_made(make_params(1, 1, 1, 1, 8), 128);
+
+  // 8 heads of 20 tokens in row tiles of 16 tokens: 2 for each of 3 KV heads.
+  PrefillParams packed = make_params(20, 1000, 3, 8, 128);
+  packed.rows = RowMap::of(8);
+  CHECK_EQ(TileSchedule::make(packed, 128, 132).num_tiles(), 6);
+  CHECK_EQ(TileSchedule::make(packed, 128, 132).tile(5).kv_head, 2);
   return prefill::test::result();
 }

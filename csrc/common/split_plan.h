@@ -1,0 +1,160 @@
+// How short calls are laid out over a device: heads packed into row tiles (RowMap), row tiles done in
+// parts (SplitKv). It depends on shapes and the number of SMs alone, so the same call gives the same
+// bits. Host only, and tested there.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/kernel_key.h"
+#include "common/mask.cuh"
+#include "common/params.h"
+
+namespace prefill {
+
+struct SplitPlan {
+  int packed_heads = 1;
+  int num_splits = 1;     // of row tiles that are done in parts
+  int num_row_tiles = 0;  // over all heads
+  int num_whole = 0;      // of these
+
+  bool has_parts() const { return num_whole < num_row_tiles; }
+  int num_parts() const { return (num_row_tiles - num_whole) * num_splits; }
+};
+
+// What a plan takes, by rule of thumb: in units of the work on one KV tile of one row tile, which is
+// 1.2 us for fa3 at head dim 128 (docs/tuning.md).
+class SplitPlanner {
+ public:
+  static constexpr int kMaxSplits = 256;
+
+  // `can_pack`: nothing differs between heads of a KV head but their queries.
+  SplitPlanner(const PrefillParams& params, const KernelInfo& kernel, bool can_pack)
+      : params_(params), kernel_(kernel), can_pack_(can_pack) {}
+
+  // `num_splits`: so many parts of all row tiles; 0: what is best.
+  SplitPlan plan(int num_splits) const {
+    const SplitPlan plain = best(1, num_splits).plan;
+    const int heads = most_packed_heads();
+    // Long calls fill their row tiles.
+    if (heads == 1 || plain.num_row_tiles > kManyRounds * num_slots()) return plain;
+    const Costed single = best(1, num_splits), packed = best(heads, num_splits);
+    return packed.cost < single.cost * kWorthwhile ? packed.plan : single.plan;
+  }
+
+ private:
+  static constexpr float kTileCost = 1.f;    // a row tile's beginning and end
+  static constexpr float kPartCost = 2.f;    // a part's, with what it writes and the merging reads
+  static constexpr float kMergeCost = 2.5f;  // the pass that merges
+  static constexpr float kWorthwhile = 0.95f;
+  static constexpr int kManyRounds = 8;
+
+  struct Costed {
+    SplitPlan plan;
+    float cost;
+  };
+
+  // KV tiles of row tiles of a head.
+  struct Lengths {
+    int longest;
+    float mean;
+  };
+
+  // Blocks that run at a time.
+  int num_slots() const {
+    constexpr int kRegisters = 65536, kThreadRegisters = 256;
+    return params_.num_sms * std::max(kRegisters / (kThreadRegisters * kernel_.threads), 1);
+  }
+
+  // All heads of a KV head, or the most of them that fill blocks evenly.
+  int most_packed_heads() const {
+    const int group = params_.num_qo_heads / params_.num_kv_heads;
+    if (!can_pack_) return 1;
+    int heads = std::min(group, RowMap::kBlock);
+    while (group % heads != 0) --heads;
+    return heads;
+  }
+
+  Lengths lengths(int tile_tokens, int num_m_tiles) const {
+    constexpr int kSamples = 64;
+    const BandMask band = BandMask::of(params_);
+    const int step = (num_m_tiles + kSamples - 1) / kSamples;
+    Lengths lengths{0, 0.f};
+    int count = 0;
+    for (int m_tile = num_m_tiles - 1; m_tile >= 0; m_tile -= step, ++count) {
+      const auto tiles = band.kv_tiles(m_tile * tile_tokens, tile_tokens, kernel_.tile_n);
+      const int length = std::max(tiles.end - tiles.begin, 0);
+      lengths.longest = std::max(lengths.longest, length);
+      lengths.mean += static_cast<float>(length);
+    }
+    lengths.mean /= static_cast<float>(count);
+    return lengths;
+  }
+
+  // `count` pieces of work on blocks that run `slots` at a time: of one length in rounds; of
+  // several, longest first, blocks end within half of a piece of each other.
+  static float makespan(int count, int slots, float longest, float mean) {
+    const int rounds = (count + slots - 1) / slots;
+    if (rounds <= 1) return longest;
+    const float in_rounds = static_cast<float>(rounds) * mean;
+    const float balanced =
+        mean * (static_cast<float>(count) / static_cast<float>(slots) + 0.5f);
+    return mean < 0.9f * longest ? std::max(balanced, longest) : in_rounds;
+  }
+
+  Costed best(int heads, int num_splits) const {
+    const RowMap rows = RowMap::of(heads);
+    const int tile_tokens = rows.tile_tokens(kernel_.tile_m);
+    const int num_m_tiles = (params_.qo_len + tile_tokens - 1) / tile_tokens;
+    const int num_tiles = num_m_tiles * (params_.num_qo_heads / heads);
+    const Lengths length = lengths(tile_tokens, num_m_tiles);
+    const int slots = num_slots();
+    const auto whole_cost = [&](int count) {
+      return makespan(count, slots, static_cast<float>(length.longest) + kTileCost,
+                      length.mean + kTileCost);
+    };
+    const auto parts_cost = [&](int count, int splits) {
+      const auto part = [&](float tiles) { return tiles / static_cast<float>(splits) + kPartCost; };
+      const float longest = static_cast<float>((length.longest + splits - 1) / splits) + kPartCost;
+      return makespan(count * splits, slots, longest, std::min(part(length.mean), longest)) +
+             kMergeCost;
+    };
+    const auto costed = [&](int splits, int num_whole) {
+      const int in_parts = num_tiles - num_whole;
+      float cost = num_whole > 0 ? whole_cost(num_whole) : 0.f;
+      if (in_parts > 0) cost += parts_cost(in_parts, splits);
+      return Costed{{heads, in_parts > 0 ? splits : 1, num_tiles, num_whole}, cost};
+    };
+    if (num_splits > 0) return costed(num_splits, 0);
+
+    Costed best = heads > 1 ? costed(1, 0) : costed(1, num_tiles);
+    const float without = best.cost;
+    const int most = std::min(length.longest, kMaxSplits);
+    const auto consider = [&](int num_whole) {
+      constexpr int kMostRounds = 4;
+      const int in_parts = num_tiles - num_whole;
+      if (in_parts <= 0) return;
+      for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
+        const int splits = std::min(rounds * slots / in_parts, most);
+        if (splits < 2) continue;
+        const Costed candidate = costed(splits, num_whole);
+        if (candidate.cost < best.cost && candidate.cost < without * kWorthwhile) best = candidate;
+      }
+    };
+    if (num_tiles <= kManyRounds * slots) {
+      consider(0);
+      // The last row tiles alone: of those as long as each other, and with whole ones all their
+      // heads to themselves.
+      if (heads == 1 && length.mean >= 0.9f * static_cast<float>(length.longest)) {
+        consider(num_tiles / slots * slots);
+      }
+    }
+    return best;
+  }
+
+  const PrefillParams& params_;
+  const KernelInfo& kernel_;
+  const bool can_pack_;
+};
+
+}  // namespace prefill
