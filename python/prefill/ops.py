@@ -28,7 +28,7 @@ _SIGNATURE = (
     "(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? scale_q, "
     "Tensor? scale_k, Tensor? scale_v, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, int "
     "window_left, int window_right, bool alibi, bool rope, float rope_scale, float rope_theta, "
-    "float soft_cap, float sm_scale, float v_scale, float lse_scale) -> ()"
+    "float soft_cap, float sm_scale, float v_scale, float lse_scale, int num_splits) -> ()"
 )
 _LN_2 = math.log(2.0)
 _LOG2_E = 1.0 / _LN_2
@@ -55,8 +55,14 @@ def register() -> None:
     _prepared_attention = torch.ops.prefill.prepared_attention.default
 
 
-def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
-    """Compute the request on that backend; (out, lse), lse None unless asked for."""
+def run(
+    backend: str, request: PrefillRequest, *, num_splits: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the request on that backend; (out, lse), lse None unless asked for.
+
+    `num_splits` is for tests: into how many parts, 1 to 256, a kernel must split the keys; 0
+    leaves that to the library's rule. The reference has no parts to split into.
+    """
     if backend == "reference":
         return reference_attention(request)
     q = request.q
@@ -111,6 +117,7 @@ def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
         request.sm_scale,
         request.v_scale,
         1.0 if request.lse_base == "2" else _LN_2,
+        num_splits,
     )
     return out, lse
 
@@ -138,6 +145,7 @@ def prepare_and_launch(
     sm_scale: float,
     v_scale: float,
     lse_scale: float,
+    num_splits: int,
 ) -> None:
     """Call `prefill::attention`, with copies of the tensors that kernels cannot address.
 
@@ -176,6 +184,7 @@ def prepare_and_launch(
         sm_scale,
         v_scale,
         lse_scale,
+        num_splits,
     )
     if not ready:
         out.copy_(target)

@@ -86,6 +86,7 @@ class StubKernel:
         sm_scale: float,
         v_scale: float,
         lse_scale: float,
+        num_splits: int,
     ) -> None:
         self.calls.append({name: value for name, value in locals().items() if name != "self"})
         if rope:

@@ -247,7 +247,7 @@ def test_opcheck(backend: str, op: str) -> None:
     rope = (False, 1.0, 1e4)
     arguments = (
         *(backend, q, k, v, out, lse, *scales, *terms, 5, 0, True),
-        *(*rope, 2.0, 0.1, 1.0, 1.0),
+        *(*rope, 2.0, 0.1, 1.0, 1.0, 0),
     )
     torch.library.opcheck(getattr(torch.ops.prefill, op).default, arguments)
 
