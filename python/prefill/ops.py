@@ -87,9 +87,7 @@ def run(
                 lse.copy_(request.sinks * (_LOG2_E if request.lse_base == "2" else 1.0))
         return out, lse
 
-    window_left = request.window_left
-    if window_left >= kv_len - 1:  # reaches the first key from the last row: bounds nothing
-        window_left = -1
+    window_left, window_right = bounds(request)
     # A subclass has no address of its own (FakeTensor), or wants to see the op (functorch,
     # tracing).
     direct = type(q) is Tensor and not torch.compiler.is_compiling()
@@ -108,7 +106,7 @@ def run(
         request.alibi_slopes,
         request.sinks,
         window_left,
-        0 if request.causal else -1,
+        window_right,
         request.pos_encoding_mode == "ALIBI",
         request.pos_encoding_mode == "ROPE_LLAMA",
         request.rope_scale,
@@ -120,6 +118,14 @@ def run(
         num_splits,
     )
     return out, lse
+
+
+def bounds(request: PrefillRequest) -> tuple[int, int]:
+    """(window_left, window_right) as the library takes them; -1 where there is no such bound."""
+    window_left = request.window_left
+    if window_left >= request.kv_len - 1:  # reaches the first key from the last row: bounds nothing
+        window_left = -1
+    return window_left, 0 if request.causal else -1
 
 
 def prepare_and_launch(
