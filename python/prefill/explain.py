@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from prefill import ops, support
 from prefill.backends import PRIORITY, refusal, resolve
 from prefill.request import PrefillRequest
+from prefill.split_plan import split_plan
 from prefill.support import DeviceInfo, Kernel
 
 
@@ -26,23 +27,38 @@ class Explanation:
     tile: tuple[int, int] | None
     """(query rows, keys) of one step of the kernel."""
     num_splits: int
-    """How many parts of the keys are computed apart and merged; 1 = no split, 0 = nothing is
-    launched.
+    """How many parts of a row tile's keys are computed apart and merged; 1 = no split, 0 = nothing
+    is launched.
     """
     copies: tuple[str, ...]
     """Tensors that pass through a copy first, with the reason."""
     passes: tuple[str, ...] = ()
     """Tensors that a pass before the kernel rotates or widens, on the way into a copy, and how."""
+    packed_heads: int = 1
+    """Query heads of one key head whose rows share a row tile; 1 = each head has its own."""
+    num_row_tiles: int = 0
+    """Row tiles of the kernel over all heads; 0 = no kernel is launched."""
+    num_whole_tiles: int = 0
+    """Of these the first ones, so many, are not split even where `num_splits` is above 1."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend or 'none'} ({self.reason})", f"device:  {self.device}"]
         if self.kernel is not None:
             tile = f", tile {self.tile[0]} x {self.tile[1]}" if self.tile else ""
-            lines.append(f"kernel:  {self.kernel}{tile}, splits: {self.num_splits}")
+            lines.append(f"kernel:  {self.kernel}{tile}, {self._division()}")
         lines += [f"copy:    {copy}" for copy in self.copies]
         lines += [f"pass:    {made}" for made in self.passes]
         lines += [f"not {name}: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
         return "\n".join(lines)
+
+    def _division(self) -> str:
+        text = f"splits: {self.num_splits}"
+        if self.num_splits > 1 and self.num_whole_tiles:
+            split_tiles = self.num_row_tiles - self.num_whole_tiles
+            text += f" (the last {split_tiles} of {self.num_row_tiles} row tiles alone)"
+        if self.packed_heads > 1:
+            text += f", {self.packed_heads} query heads packed in a row tile"
+        return text
 
 
 def explain_request(request: PrefillRequest, device: DeviceInfo | None = None) -> Explanation:
@@ -66,6 +82,7 @@ def explain_request(request: PrefillRequest, device: DeviceInfo | None = None) -
     if name == "reference":
         return Explanation(name, reason, rejected, str(device), None, None, 1, ())
     kernel = _kernel(name, request)
+    plan = split_plan(name, request, device.num_sms)
     return Explanation(
         name,
         reason,
@@ -73,9 +90,12 @@ def explain_request(request: PrefillRequest, device: DeviceInfo | None = None) -
         str(device),
         kernel.name,
         (kernel.tile_m, kernel.tile_n),
-        1,
+        plan.num_splits,
         _copies(request),
         _passes(request),
+        plan.packed_heads,
+        plan.num_row_tiles,
+        plan.num_whole_tiles,
     )
 
 

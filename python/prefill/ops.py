@@ -28,7 +28,7 @@ _SIGNATURE = (
     "(str backend, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? scale_q, "
     "Tensor? scale_k, Tensor? scale_v, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, int "
     "window_left, int window_right, bool alibi, bool rope, float rope_scale, float rope_theta, "
-    "float soft_cap, float sm_scale, float v_scale, float lse_scale) -> ()"
+    "float soft_cap, float sm_scale, float v_scale, float lse_scale, int num_splits) -> ()"
 )
 _LN_2 = math.log(2.0)
 _LOG2_E = 1.0 / _LN_2
@@ -55,8 +55,14 @@ def register() -> None:
     _prepared_attention = torch.ops.prefill.prepared_attention.default
 
 
-def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
-    """Compute the request on that backend; (out, lse), lse None unless asked for."""
+def run(
+    backend: str, request: PrefillRequest, *, num_splits: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the request on that backend; (out, lse), lse None unless asked for.
+
+    `num_splits` is for tests: into how many parts, 1 to 256, a kernel must split the keys; 0
+    leaves that to the library's rule. The reference has no parts to split into.
+    """
     if backend == "reference":
         return reference_attention(request)
     q = request.q
@@ -81,9 +87,7 @@ def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
                 lse.copy_(request.sinks * (_LOG2_E if request.lse_base == "2" else 1.0))
         return out, lse
 
-    window_left = request.window_left
-    if window_left >= kv_len - 1:  # reaches the first key from the last row: bounds nothing
-        window_left = -1
+    window_left, window_right = bounds(request)
     # A subclass has no address of its own (FakeTensor), or wants to see the op (functorch,
     # tracing).
     direct = type(q) is Tensor and not torch.compiler.is_compiling()
@@ -102,7 +106,7 @@ def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
         request.alibi_slopes,
         request.sinks,
         window_left,
-        0 if request.causal else -1,
+        window_right,
         request.pos_encoding_mode == "ALIBI",
         request.pos_encoding_mode == "ROPE_LLAMA",
         request.rope_scale,
@@ -111,8 +115,17 @@ def run(backend: str, request: PrefillRequest) -> tuple[Tensor, Tensor | None]:
         request.sm_scale,
         request.v_scale,
         1.0 if request.lse_base == "2" else _LN_2,
+        num_splits,
     )
     return out, lse
+
+
+def bounds(request: PrefillRequest) -> tuple[int, int]:
+    """(window_left, window_right) as the library takes them; -1 where there is no such bound."""
+    window_left = request.window_left
+    if window_left >= request.kv_len - 1:  # reaches the first key from the last row: bounds nothing
+        window_left = -1
+    return window_left, 0 if request.causal else -1
 
 
 def prepare_and_launch(
@@ -138,6 +151,7 @@ def prepare_and_launch(
     sm_scale: float,
     v_scale: float,
     lse_scale: float,
+    num_splits: int,
 ) -> None:
     """Call `prefill::attention`, with copies of the tensors that kernels cannot address.
 
@@ -176,6 +190,7 @@ def prepare_and_launch(
         sm_scale,
         v_scale,
         lse_scale,
+        num_splits,
     )
     if not ready:
         out.copy_(target)

@@ -44,6 +44,8 @@ class DeviceInfo:
     capability: tuple[int, int] = (0, 0)
     smem_per_block: int = 0
     """Shared memory that a block may opt in to, bytes; 0 = unknown."""
+    num_sms: int = 0
+    """Streaming multiprocessors; 0 = unknown."""
     is_here: bool = True
     """Whether this machine has it: then its driver counts."""
 
@@ -65,6 +67,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
         properties.name,
         (properties.major, properties.minor),
         getattr(properties, "shared_memory_per_block_optin", 0),
+        properties.multi_processor_count,
     )
 
 

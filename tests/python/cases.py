@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,14 +255,19 @@ def given_results(case: Case, heads: int, device: str) -> dict[str, Guarded]:
     return results
 
 
-def check(case: Case, backend: str, device: str = "cuda") -> None:
+def check(
+    case: Case,
+    backend: str,
+    device: str = "cuda",
+    attention: Callable[..., Any] = single_prefill_with_kv_cache,
+) -> None:
     """The backend's result is right, lies where it should, and is the same the second time."""
     call = make_call(case, device)
     told = explain(*call.tensors, backend=backend, **call.arguments)
     assert told.backend == backend, told.reason
 
     def results(**arguments: Any) -> tuple[Tensor, ...]:
-        result = single_prefill_with_kv_cache(*call.tensors, backend=backend, **arguments)
+        result = attention(*call.tensors, backend=backend, **arguments)
         return result if isinstance(result, tuple) else (result,)
 
     written = results(**call.arguments)

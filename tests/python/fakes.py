@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from prefill import ops, support
+from prefill import ops, split_plan, support
 from prefill.rope import alibi_slopes as alibi_rule
 from prefill.rope import apply_llama_rope
+from prefill.split_plan import SplitPlan
 from prefill.support import BuildInfo, DeviceInfo, NativeLibrary
 
 CLASSES = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = ("float16", "bfloat16")
+WHOLE = SplitPlan(packed_heads=1, num_splits=1, num_row_tiles=1, num_whole_tiles=0)
 
 
 def build_json(
@@ -52,8 +54,37 @@ def library(**kwargs: Any) -> NativeLibrary:
     return NativeLibrary(BuildInfo.from_json(build_json(**kwargs)))
 
 
-def cuda(major: int, minor: int, smem_per_block: int = 0) -> DeviceInfo:
-    return DeviceInfo("cuda", 0, f"Fake GPU sm_{major}{minor}", (major, minor), smem_per_block)
+def cuda(major: int, minor: int, smem_per_block: int = 0, num_sms: int = 132) -> DeviceInfo:
+    name = f"Fake GPU sm_{major}{minor}"
+    return DeviceInfo("cuda", 0, name, (major, minor), smem_per_block, num_sms)
+
+
+@dataclass
+class StubPlan:
+    """`prefill::split_plan`: one answer to all calls, which it keeps."""
+
+    answer: SplitPlan
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(
+        self,
+        backend: str,
+        dtype: str,
+        qo_len: int,
+        kv_len: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        window_left: int,
+        window_right: int,
+        packs: bool,
+        has_mask: bool,
+        num_sms: int,
+        num_splits: int,
+    ) -> str:
+        self.calls.append({name: value for name, value in locals().items() if name != "self"})
+        return json.dumps(asdict(self.answer))
 
 
 @dataclass
@@ -86,6 +117,7 @@ class StubKernel:
         sm_scale: float,
         v_scale: float,
         lse_scale: float,
+        num_splits: int,
     ) -> None:
         self.calls.append({name: value for name, value in locals().items() if name != "self"})
         if rope:
@@ -160,6 +192,19 @@ def stub_kernel() -> StubKernel:
     return _current
 
 
+def pretend_build(
+    monkeypatch: pytest.MonkeyPatch,
+    native: NativeLibrary | None = None,
+    plan: SplitPlan = WHOLE,
+) -> StubPlan:
+    """Take the full build, or `native`, for the one that is loaded, whatever the driver."""
+    stub = StubPlan(plan)
+    monkeypatch.setattr(support, "_native", library() if native is None else native)
+    monkeypatch.setattr(support, "driver_version", lambda: 0)
+    monkeypatch.setattr(split_plan, "_ask", stub)
+    return stub
+
+
 def pretend(
     monkeypatch: pytest.MonkeyPatch,
     device: DeviceInfo | None = None,
@@ -173,6 +218,5 @@ def pretend(
         return chosen
 
     monkeypatch.setattr(support, "device_info", device_info)
-    monkeypatch.setattr(support, "_native", library() if native is None else native)
-    monkeypatch.setattr(support, "driver_version", lambda: 0)
+    pretend_build(monkeypatch, native)
     return stub_kernel()

@@ -66,8 +66,10 @@ def main() -> None:
 
     def bare() -> None:
         result = torch.empty((16, 8, 128), dtype=torch.float16, device=q.device)
-        nothing = (None, None, None, None)
-        ops._attention(backend, q, k, v, result, *nothing, -1, 0, 0.088, 1.0, 1.0)
+        nothing = (None,) * 7
+        no_rope = (False, False, 1.0, 1e4)
+        factors = (0.0, 0.088, 1.0, 1.0)
+        ops._attention(backend, q, k, v, result, *nothing, -1, 0, *no_rope, *factors, 0)
 
     rows: dict[str, float] = {
         "torch.empty and the bare op": microseconds(bare),

@@ -454,6 +454,7 @@ def test_device_facts_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     class Properties:
         name, major, minor, shared_memory_per_block_optin = "Fake", 9, 0, 232448
+        multi_processor_count = 132
 
     def properties(device: torch.device) -> type[Properties]:
         asked.append(device)
@@ -464,7 +465,7 @@ def test_device_facts_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         for _ in range(3):
             info = support.device_info(torch.device("cuda", 1))
-        assert info == DeviceInfo("cuda", 1, "Fake", (9, 0), 232448)
+        assert info == DeviceInfo("cuda", 1, "Fake", (9, 0), 232448, 132)
         assert asked == [torch.device("cuda", 1)]
         assert support.device_info(torch.device("cpu")) == CPU
     finally:

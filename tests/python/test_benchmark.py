@@ -91,13 +91,31 @@ def test_dims_grid() -> None:
 
 
 def test_append_grid() -> None:
-    cases = expand(GRIDS["append"])
-    assert len(cases) == 15
-    assert {case.unit for case in cases} == {"us"}
-    assert cases[0].name == "d128 q1 kv4k causal"
-    assert cases[-1].name == "d128 q2k kv128k causal"
+    assert len(APPEND) == 17
+    assert {case.unit for case in APPEND} == {"us"}
+    assert APPEND[0].name == "d128 q1 kv4k causal"
+    assert APPEND[14].name == "d128 q2k kv128k causal"
+    plain, tree = APPEND[15:]
+    assert (plain.name, tree.name) == ("d128 q64 kv8k full", "d128 q64 kv8k mask tree")
+    assert tree.baseline == plain.name
+    assert tree.heads == (32, 8, 128, 128)
 
 
+def test_balance_grid() -> None:
+    cases = expand(GRIDS["balance"])
+    assert {case.unit for case in cases} == {"TFLOP/s"}
+    assert {case.name for case in cases} == {
+        *(
+            f"{heads} heads d128 {length} {kind}"
+            for heads in ("28/4", "40/8")
+            for length in ("512", "1k", "2k", "4k")
+            for kind in ("full", "causal")
+        ),
+        *(f"{n}/{n} heads d128 8k {kind}" for n in (1, 2, 4) for kind in ("full", "causal")),
+    }
+
+
+APPEND = expand(GRIDS["append"])
 FEATURES = expand(GRIDS["features"])
 MASKS = {
     "tril": masks.TRIL,
@@ -116,7 +134,7 @@ def test_features_grid() -> None:
         *("d128 16k RoPE", "d128 4k RoPE", "d128 16k window 1023", "d128 16k window 4095"),
         *("d128 16k soft cap, window 1023", "d128 16k soft cap, ALiBi", "d128 16k mask tril"),
         *("d128 16k mask tril, bool", "d128 16k mask padding", "d128 16k mask 8 blocks"),
-        *("d128 16k mask random", "d128 q64 kv8k mask tree", "d64 16k soft cap"),
+        *("d128 16k mask random", "d64 16k soft cap"),
     } <= set(by_name)
     few, many = by_name["d128 q4k kv16k window 1023"], by_name["d128 q4k kv32k window 1023"]
     assert few.flop == many.flop  # each row sees its whole window
@@ -227,7 +245,7 @@ def test_selected_cases_bring_what_they_are_compared_with() -> None:
     names = [case.name for case in select(FEATURES, [16384], "d128 16k mask")]
     assert names[:3] == ["d128 16k full", "d128 16k causal", "d128 16k mask tril"]
     assert len(names) == 7
-    names = [case.name for case in select(FEATURES, [], "tree")]
+    names = [case.name for case in select(APPEND, [], "tree")]
     assert names == ["d128 q64 kv8k full", "d128 q64 kv8k mask tree"]
 
 
@@ -340,7 +358,10 @@ def test_sdpa_refuses_what_it_would_compute_otherwise() -> None:
     sdpa = contenders.Sdpa("math", SDPBackend.MATH)
     capped = small(Variant({"logits_soft_cap": 30.0}))
     append = small(length=Length(16, 96))
-    for case, text in ((capped, "SDPA has no logits_soft_cap"), (append, "aligns its causal mask")):
+    for case, text in (
+        (capped, "SDPA has no logits_soft_cap"),
+        (append, "SDPA's math aligns its causal mask to the first key"),
+    ):
         inputs = case.inputs(CPU, case.arguments(CPU), 0)
         out, reason = contenders.attempt(sdpa, lambda c=case, i=inputs: sdpa.prepare(c, i)())
         assert out is None
@@ -349,6 +370,17 @@ def test_sdpa_refuses_what_it_would_compute_otherwise() -> None:
     inputs = one_row.inputs(CPU, one_row.arguments(CPU), 0)
     out = sdpa.as_nhd(sdpa.prepare(one_row, inputs)())
     assert Checker(one_row, inputs).problem(out) == ""
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 4, 64, 64), FEW_HEADS])
+def test_flash_has_a_causal_mask_that_ends_at_the_last_key(heads: Heads) -> None:
+    """What the bias means: on a CPU torch writes it out."""
+    append = small(length=Length(16, 96), heads=heads)
+    inputs = append.inputs(CPU, append.arguments(CPU), 0)
+    call = contenders.Sdpa("flash", SDPBackend.FLASH_ATTENTION).prepare(append, inputs)
+    math = contenders.Sdpa("math", SDPBackend.MATH)
+    with math.context():
+        assert Checker(append, inputs).problem(math.as_nhd(call())) == ""
 
 
 def test_ours_writes_into_a_given_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -865,8 +897,9 @@ def test_a_run(
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_run_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
-    arguments = ["--quick", "--grid", "features", "--contenders", "fa3 cudnn"]
+    arguments = ["--quick", "--contenders", "fa3 cudnn", "--grid", "append"]
     assert main(["bench", *arguments, "--match", "kv8k", "--json", os.fspath(path)]) == 0
+    arguments[-1] = "features"
     capsys.readouterr()
     arguments += ["--match", "4k soft cap", "--regime", "burst"]
     assert main(["bench", *arguments, "--json", os.fspath(path)]) == 0
@@ -886,7 +919,10 @@ def test_a_run_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("fake_gpu")
-def test_tables_have_one_unit_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_have_one_unit_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(GRIDS, "features", (*GRIDS["features"], GRIDS["append"][-1]))
     arguments = ["--grid", "features", "--regime", "burst", "--quick", "--contenders", "fa3"]
     assert main(["bench", *arguments]) == 0
     lengths, micro = capsys.readouterr().out.split("burst, median us of GPU time")

@@ -164,7 +164,7 @@ def op_arguments(lse: bool) -> tuple[Any, ...]:
         scales = torch.rand(HQ), torch.rand(HK), torch.rand(HK)
         optional = (*scales, mask, torch.rand(HQ), torch.rand(HQ))
     rope = (lse, 1.0, 1e4)
-    return ("fa3", q, k, v, *results, *optional, 3, 0, lse, *rope, 5.0, 0.125, 1.0, 1.0)
+    return ("fa3", q, k, v, *results, *optional, 3, 0, lse, *rope, 5.0, 0.125, 1.0, 1.0, 0)
 
 
 @pytest.mark.parametrize("lse", [False, True])

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import prefill
 from fakes import StubKernel, pretend
+from prefill import ops
+from prefill.request import make_request
 
 QO, KV, HQ, HK, D = 5, 9, 4, 2, 64
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -378,3 +380,20 @@ def test_parameters_of_a_module(stub: StubKernel) -> None:
     with torch.no_grad():
         check(run(q, q, q), q, q, q)
     assert len(stub.calls) == 1
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 5, 256])
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_number_of_splits_reaches_the_op(stub: StubKernel, backend: str, num_splits: int) -> None:
+    q, kv = half(QO, HQ, D), half(KV, HK, D)
+    call = make_request(q, kv, kv, causal=True, return_lse=True)
+    check(ops.run(backend, call, num_splits=num_splits), q, kv, kv, causal=True, return_lse=True)
+    assert only_call(stub)["num_splits"] == num_splits
+
+
+def test_a_call_leaves_the_number_of_splits_to_the_rule(stub: StubKernel) -> None:
+    q, kv = half(QO, HQ, D), half(KV, HK, D)
+    run(q, kv, kv)
+    assert only_call(stub)["num_splits"] == 0
+    with pytest.raises(TypeError, match="num_splits"):
+        run(q, kv, kv, num_splits=2)

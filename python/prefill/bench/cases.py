@@ -74,13 +74,17 @@ def random_sinks(case: Case, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Grid:
-    """The product of heads, variants and lengths; `unit` is what its table shows."""
+    """The product of heads, variants and lengths.
+
+    `unit` is what its table shows; `names_heads` where names without their heads would be the same.
+    """
 
     heads: tuple[Heads, ...]
     lengths: tuple[Length, ...]
     variants: Mapping[str, Variant] = field(default_factory=lambda: FULL_AND_CAUSAL)
     dtype: torch.dtype = torch.bfloat16
     unit: Unit = "TFLOP/s"
+    names_heads: bool = False
 
 
 def square(*lengths: int) -> tuple[Length, ...]:
@@ -114,6 +118,12 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
                 Length(q, 1024 * kv) for q in (1, 16, 128, 512, 2048) for kv in (4, 32, 128)
             ),
             variants={"causal": Variant({"causal": True})},
+            unit="us",
+        ),
+        Grid(
+            heads=(D128,),
+            lengths=(Length(64, 8192),),
+            variants={"full": Variant(), "mask tree": masked(masks.TREE, "full")},
             unit="us",
         ),
     ),
@@ -164,11 +174,17 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
                 "mask tril": masked(masks.TRIL, "causal"),
             },
         ),
+    ),
+    "balance": (  # row tiles that do not fill the SMs evenly
         Grid(
-            heads=(D128,),
-            lengths=(Length(64, 8192),),
-            variants={"full": Variant(), "mask tree": masked(masks.TREE, "full")},
-            unit="us",
+            heads=(Heads(28, 4, 128, 128), Heads(40, 8, 128, 128)),
+            lengths=square(512, 1024, 2048, 4096),
+            names_heads=True,
+        ),
+        Grid(
+            heads=tuple(Heads(heads, heads, 128, 128) for heads in (1, 2, 4)),
+            lengths=square(8192),
+            names_heads=True,
         ),
     ),
 }
@@ -194,6 +210,7 @@ class Case:
     variant: Variant
     dtype: torch.dtype
     unit: Unit = "TFLOP/s"
+    names_heads: bool = False
 
     @property
     def name(self) -> str:
@@ -212,7 +229,8 @@ class Case:
         if self.length.qo != self.length.kv:
             length = f"q{length_text(self.length.qo)} kv{length}"
         kind = "" if self.dtype == torch.bfloat16 else f"{dtype_name(self.dtype)} "
-        return f"{kind}{dims} {length} {variant_name}"
+        heads = f"{self.heads.qo}/{self.heads.kv} heads " if self.names_heads else ""
+        return f"{kind}{heads}{dims} {length} {variant_name}"
 
     @property
     def o_dtype(self) -> torch.dtype:
@@ -295,7 +313,7 @@ class Case:
 def expand(grids: Sequence[Grid], dtype: torch.dtype | None = None) -> list[Case]:
     """All cases of the grids, in a grid's dtype or another."""
     return [
-        Case(heads, length, name, variant, dtype or grid.dtype, grid.unit)
+        Case(heads, length, name, variant, dtype or grid.dtype, grid.unit, grid.names_heads)
         for grid in grids
         for heads in grid.heads
         for name, variant in grid.variants.items()

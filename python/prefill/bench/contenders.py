@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefill.api import single_prefill_with_kv_cache
-from prefill.bench.cases import Case, Inputs
+from prefill.bench.cases import Case, Inputs, Length
 from prefill.bench.masks import alibi_bias, unpack, visible
 from prefill.rope import alibi_slopes
 
@@ -94,9 +95,7 @@ class Sdpa:
         if not SDPA_BY_MASK.isdisjoint(arguments):
             options["attn_mask"] = self._mask(case, inputs)
         elif arguments.get("causal"):
-            if case.length.qo not in (1, case.length.kv):
-                raise NotImplementedError("SDPA aligns its causal mask to the first key")
-            options["is_causal"] = case.length.qo > 1
+            options |= self._causal(case.length)
         if case.heads.qo != case.heads.kv:
             options["enable_gqa"] = True
 
@@ -107,6 +106,20 @@ class Sdpa:
 
     def as_nhd(self, out: Tensor) -> Tensor:
         return out[0].transpose(0, 1)
+
+    def _causal(self, length: Length) -> dict[str, Any]:
+        """The options for a causal mask that ends at the last key.
+
+        `is_causal` begins at the first one. Flash has kernels for the other mask; for any other
+        backend torch would write it out, as bool, in every call.
+        """
+        if length.qo == 1:
+            return {}  # the last row sees every key
+        if length.qo == length.kv:
+            return {"is_causal": True}
+        if self._backend != SDPBackend.FLASH_ATTENTION:
+            raise NotImplementedError(f"SDPA's {self.name} aligns its causal mask to the first key")
+        return {"attn_mask": causal_lower_right(*length)}
 
     def _mask(self, case: Case, inputs: Inputs) -> Tensor:
         if self._mask_of is None or self._mask_of[0] is not inputs.arguments:

@@ -178,7 +178,8 @@ def _plot_lengths(
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for case in cases:
         dims = f"d{case['head_dim_qk']}/{case['head_dim_vo']}"
-        kinds.setdefault(f"{case['dtype']} {dims} {case['variant']}", []).append(case)
+        heads = f"{case['num_qo_heads']}/{case['num_kv_heads']} heads"
+        kinds.setdefault(f"{case['dtype']} {heads} {dims} {case['variant']}", []).append(case)
     figure.set_size_inches(4.5 * len(kinds), 3.8 * len(regimes))
     panels = figure.subplots(len(regimes), len(kinds), squeeze=False, sharey=True)
     for line, regime in zip(panels, regimes, strict=True):

@@ -23,9 +23,9 @@ def test_bench(backend: str, tmp_path: Path) -> None:
     assert written["software"]["kernels_sha256"] is not None
 
 
-def test_features(backend: str, tmp_path: Path) -> None:
+def test_tree_mask(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    grid = ["--grid", "features", "--match", "mask tree", "--contenders", f"{backend},cudnn"]
+    grid = ["--grid", "append", "--match", "mask tree", "--contenders", f"{backend},cudnn"]
     assert main(["bench", "--quick", "--regime", "burst", *grid, "--json", str(path)]) == 0
     plain, tree = json.loads(path.read_text())["cases"]
     assert tree["baseline"] == plain["name"]

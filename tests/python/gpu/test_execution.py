@@ -191,7 +191,9 @@ def test_no_synchronisation(backend: str) -> None:
 
 
 def test_nothing_but_results_is_allocated(backend: str) -> None:
-    tensors = inputs()
+    tensors = inputs(50, 60)  # one KV tile, which nothing can split
+    told = explain(*tensors, causal=True, backend=backend)
+    assert (told.num_splits, told.packed_heads) == (1, 1)
     out, lse = run(tensors, backend)
 
     def allocations() -> int:
@@ -247,7 +249,7 @@ def test_opcheck(backend: str, op: str) -> None:
     rope = (False, 1.0, 1e4)
     arguments = (
         *(backend, q, k, v, out, lse, *scales, *terms, 5, 0, True),
-        *(*rope, 2.0, 0.1, 1.0, 1.0),
+        *(*rope, 2.0, 0.1, 1.0, 1.0, 0),
     )
     torch.library.opcheck(getattr(torch.ops.prefill, op).default, arguments)
 
