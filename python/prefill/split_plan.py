@@ -39,7 +39,6 @@ def split_plan(
     """
     window_left, window_right = ops.bounds(request)
     packs = request.pos_encoding_mode != "ALIBI" and request.scale_q is None
-    has_mask = request.custom_mask is not None or request.packed_custom_mask is not None
     answer = _ask(
         backend,
         support.dtype_name(request.q.dtype),
@@ -52,7 +51,6 @@ def split_plan(
         window_left,
         window_right,
         packs,
-        has_mask,
         num_sms,
         num_splits,
     )

@@ -79,7 +79,6 @@ class StubPlan:
         window_left: int,
         window_right: int,
         packs: bool,
-        has_mask: bool,
         num_sms: int,
         num_splits: int,
     ) -> str:

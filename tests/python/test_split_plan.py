@@ -36,8 +36,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"causal": True}, {"window_right": 0}),
     "window": ({"window_left": 3}, {"window_left": 3}),
     "a window over all keys": ({"window_left": KV - 1}, {}),
-    "bool mask": ({"custom_mask": MASK}, {"has_mask": True}),
-    "packed mask": ({"packed_custom_mask": prefill.packbits(MASK)}, {"has_mask": True}),
+    "bool mask": ({"custom_mask": MASK}, {}),
+    "packed mask": ({"packed_custom_mask": prefill.packbits(MASK)}, {}),
     "ALiBi": ({"pos_encoding_mode": "ALIBI"}, {"packs": False}),
     "slopes": ({"pos_encoding_mode": "ALIBI", "alibi_slopes": SLOPES}, {"packs": False}),
     "RoPE": ({"pos_encoding_mode": "ROPE_LLAMA"}, {}),
@@ -70,7 +70,6 @@ def test_what_is_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         "window_left": -1,
         "window_right": -1,
         "packs": True,
-        "has_mask": False,
         "num_sms": 78,
         "num_splits": 0,
     }
