@@ -64,8 +64,8 @@ struct KvTileRange {
 struct BandMask {
   int qo_len;
   int kv_len;
-  int window_left;   // non-negative; qo_len + kv_len bounds nothing
-  int window_right;  // likewise
+  int window_left;   // 0..kv_len, which bounds nothing
+  int window_right;  // 0..qo_len, likewise
 
   PREFILL_HOST_DEVICE static BandMask of(const PrefillParams& params) {
     return {params.qo_len, params.kv_len, params.window_left, params.window_right};
@@ -73,16 +73,15 @@ struct BandMask {
 
   PREFILL_HOST_DEVICE int position(int row) const { return row + kv_len - qo_len; }
 
-  // Row `row` sees keys [row_begin, row_end); none when row_begin >= row_end. Windows are compared
-  // before they are added: the sum of three lengths overflows.
+  // Row `row` sees keys [row_begin, row_end); none when row_begin >= row_end.
   PREFILL_HOST_DEVICE int row_begin(int row) const {
-    return window_left >= position(row) ? 0 : position(row) - window_left;
+    const int begin = position(row) - window_left;
+    return begin > 0 ? begin : 0;
   }
 
   PREFILL_HOST_DEVICE int row_end(int row) const {
-    if (window_right >= kv_len - 1 - position(row)) return kv_len;
     const int end = position(row) + window_right + 1;
-    return end > 0 ? end : 0;
+    return end < 0 ? 0 : end < kv_len ? end : kv_len;
   }
 
   // The KV tiles of rows [row, row + tile_m); rows from qo_len on do not count. None of the rows

@@ -77,7 +77,8 @@ struct PrefillParams {
   int num_sms;  // of the device
 
   // Key j is visible to row i when pos(i) - window_left <= j <= pos(i) + window_right, with
-  // pos(i) = i + kv_len - qo_len. Both are non-negative; qo_len + kv_len stands for "no bound".
+  // pos(i) = i + kv_len - qo_len. They lie in 0..kv_len and 0..qo_len, so that sums stay in 32
+  // bits, and bound nothing at their largest.
   int window_left;
   int window_right;
 

@@ -26,11 +26,17 @@ struct RowMap {
   PREFILL_HOST_DEVICE int rows() const { return heads * tokens; }  // of a block, without spare ones
 
   PREFILL_HOST_DEVICE int token(int row) const {
-    return row / kBlock * tokens + within(row % kBlock);
+    return first_token(row) + token_in_block(row % kBlock);
+  }
+  // Of the first row of a block.
+  PREFILL_HOST_DEVICE int first_token(int row) const { return row / kBlock * tokens; }
+  // Of a row of a block, counted from there.
+  PREFILL_HOST_DEVICE int token_in_block(int row) const {
+    return static_cast<int>(static_cast<uint32_t>(row) * reciprocal >> 16);
   }
   // Among those of the block.
   PREFILL_HOST_DEVICE int head(int row) const {
-    return row % kBlock - within(row % kBlock) * heads;
+    return row % kBlock - token_in_block(row % kBlock) * heads;
   }
   PREFILL_HOST_DEVICE bool exists(int row, int qo_len) const {
     return row % kBlock < rows() && token(row) < qo_len;
@@ -38,12 +44,6 @@ struct RowMap {
 
   // Of a tile of so many rows, whole blocks.
   PREFILL_HOST_DEVICE int tile_tokens(int tile_m) const { return tile_m / kBlock * tokens; }
-
- private:
-  // row / heads, for rows of a block.
-  PREFILL_HOST_DEVICE int within(int row) const {
-    return static_cast<int>(static_cast<uint32_t>(row) * reciprocal >> 16);
-  }
 };
 
 }  // namespace prefill

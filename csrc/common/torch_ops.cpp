@@ -127,8 +127,8 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   params.num_kv_heads = static_cast<int>(num_kv_heads);
   params.head_dim_qk = static_cast<int>(q.size(2));
   params.head_dim_vo = static_cast<int>(v.size(2));
-  params.window_left = window(window_left, qo_len + kv_len);
-  params.window_right = window(window_right, qo_len + kv_len);
+  params.window_left = window(window_left, kv_len);
+  params.window_right = window(window_right, qo_len);
   params.scale_q = per_head(scale_q, params.num_qo_heads);
   params.scale_k = per_head(scale_k, params.num_kv_heads);
   params.scale_v = per_head(scale_v, params.num_kv_heads);
@@ -276,8 +276,8 @@ std::string split_plan(std::string backend, std::string dtype, int64_t qo_len, i
   params.kv_len = static_cast<int>(kv_len);
   params.num_qo_heads = static_cast<int>(num_qo_heads);
   params.num_kv_heads = static_cast<int>(num_kv_heads);
-  params.window_left = window(window_left, qo_len + kv_len);
-  params.window_right = window(window_right, qo_len + kv_len);
+  params.window_left = window(window_left, kv_len);
+  params.window_right = window(window_right, qo_len);
   params.num_sms = static_cast<int>(num_sms);
   const SplitPlan plan = plan_of(params, kernel->info(), packs, num_splits);
   std::ostringstream json;

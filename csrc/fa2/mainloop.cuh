@@ -105,11 +105,11 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     }
     if (tiles.template needs_mask<Traits::kN>(tile)) {
       const auto at = origin();
-      const int row = first_row + get<0>(at);
       if (Traits::kIsGeneral && tiles.is_custom) {
-        apply_bits(rows, offsets, params.mask, row, tile);
+        apply_bits(rows, offsets, params.mask, first_row + get<0>(at), tile);
       } else {
-        apply_mask(rows, offsets, band, params.rows, row, tile * Traits::kN + get<1>(at));
+        apply_mask(rows, offsets, band, params.rows, params.rows.first_token(first_row),
+                   get<0>(at), tile * Traits::kN + get<1>(at));
       }
     }
     const auto factor = softmax.step(rows);

@@ -38,6 +38,20 @@ struct RingBarriers {
   }
 };
 
+// How far a consumer is, in one register: rings count their uses modulo powers of two.
+struct Progress {
+  static constexpr uint32_t kRows = 256;
+  uint32_t counts = 0;
+
+  // Row tiles that have been started.
+  CUTLASS_DEVICE uint32_t rows() const { return counts % kRows; }
+  CUTLASS_DEVICE void next_rows() { counts = counts / kRows * kRows + (counts + 1) % kRows; }
+
+  // KV tiles whose K has been used; V lags one behind.
+  CUTLASS_DEVICE uint32_t steps() const { return counts / kRows; }
+  CUTLASS_DEVICE void next_step() { counts += kRows; }
+};
+
 // Ids of the hardware's 16 named barriers; 0 is __syncthreads.
 enum class NamedBarrier : int {
   kTurn = 1,               // one for each of up to 3 consumer warpgroups

@@ -48,8 +48,7 @@ struct Consumer {
   const int warpgroup;
   const int thread;  // within the warpgroup
   Turn<Traits::kWarpgroups> turn;
-  uint32_t num_rows = 0;   // row tiles that have been started
-  uint32_t num_steps = 0;  // KV tiles whose K has been used; V lags one behind
+  Progress progress;
 
   CUTE_DEVICE Consumer(typename Traits::SharedStorage& smem_, PrefillParams const& params_,
                        TensorMaps const& maps_, TileSchedule const& schedule_,
@@ -65,9 +64,9 @@ struct Consumer {
         turn(warpgroup_) {}
 
   // The row tile started last, and the one before.
-  CUTE_DEVICE RowTile const& rows() const { return own.rows[(num_rows - 1) % Traits::kRowTiles]; }
+  CUTE_DEVICE RowTile const& rows() const { return own.rows[(progress.rows() - 1) % Traits::kRowTiles]; }
   CUTE_DEVICE RowTile const& previous_rows() const {
-    return own.rows[(num_rows - 2) % Traits::kRowTiles];
+    return own.rows[(progress.rows() - 2) % Traits::kRowTiles];
   }
 
   // ptxas moves the wait for a product up, above arithmetic that is meant to run under the product.
@@ -86,25 +85,31 @@ struct Consumer {
     if (thread % 32 == 0) ring.empty[use % kStages].arrive();
   }
 
+  // For all ptxas knows, another one: so that what a path that is seldom taken makes of it is not
+  // worked out once and kept throughout.
+  CUTE_DEVICE int new_thread() const {
+    int this_thread = thread;
+    asm volatile("" : "+r"(this_thread));
+    return this_thread;
+  }
+
   // What masks and transforms need to know of a thread's scores.
   struct Place {
-    int row, column;  // of the first, within the call's rows and within the KV tile
+    int row, column;  // of the first, within the warpgroup's rows and within the KV tile
     decltype(element_offsets<Shape<Int<kWarpgroupRows>, Int<Traits::kN>>>(
         typename Traits::MmaQk{})) offsets;
   };
   CUTE_DEVICE Place place() const {
     using TileShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
     typename Traits::MmaQk mma;
-    // For all ptxas knows, new: so nothing that masks need is worked out once and kept throughout.
-    int this_thread = thread;
-    if constexpr (Traits::kIsGeneral) asm volatile("" : "+r"(this_thread));
+    const int this_thread = Traits::kIsGeneral ? new_thread() : thread;
     const auto origin = element_coordinates<TileShape>(mma, this_thread)(_0{}, _0{});
-    return {rows().first_row + static_cast<int>(get<0>(origin)), static_cast<int>(get<1>(origin)),
+    return {static_cast<int>(get<0>(origin)), static_cast<int>(get<1>(origin)),
             element_offsets<TileShape>(mma)};
   }
 
   CUTE_DEVICE int kv_tile(int step) const {
-    if constexpr (Traits::kIsGeneral) return smem.kv_tiles[num_steps % (2 * Traits::kStages)];
+    if constexpr (Traits::kIsGeneral) return smem.kv_tiles[progress.steps() % (2 * Traits::kStages)];
     return rows().order.tile(step);
   }
 
@@ -114,7 +119,7 @@ struct Consumer {
     if (rows().transform.is_idle()) return;
     const LogitTransform transform = rows().transform;
     const Place at = place();
-    transform_scores(scores, at.offsets, transform, mask, at.row,
+    transform_scores(scores, at.offsets, transform, mask, rows().first_row + at.row,
                      kv_tile(step) * Traits::kN + at.column);
   }
 
@@ -126,10 +131,12 @@ struct Consumer {
     }
     const Place at = place();
     const int tile = kv_tile(step);
-    if (Traits::kIsGeneral && params.mask.mixed != nullptr) {
-      apply_bits(scores, at.offsets, afresh(params).mask, at.row, tile);
+    if (Traits::kIsGeneral && afresh(params).mask.mixed != nullptr) {
+      apply_bits(scores, at.offsets, afresh(params).mask, rows().first_row + at.row, tile);
     } else {
-      apply_mask(scores, at.offsets, mask, params.rows, at.row, tile * Traits::kN + at.column);
+      const int first_token = params.rows.first_token(rows().first_row);
+      apply_mask(scores, at.offsets, mask, params.rows, first_token, at.row,
+                 tile * Traits::kN + at.column);
     }
   }
 
@@ -138,12 +145,14 @@ struct Consumer {
     if constexpr (Traits::kIsGeneral) {
       const LogitTransform transform = rows().transform;
       const Place at = place();
-      transform_and_weigh(softmax, scores, at.offsets, transform, mask, at.row,
+      transform_and_weigh(softmax, scores, at.offsets, transform, mask, rows().first_row + at.row,
                           kv_tile(step) * Traits::kN + at.column);
     } else {
       softmax.anchored_step(scores);
     }
   }
+
+  using OutputShape = Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>;
 
   // The place in SplitKv of this warpgroup's rows of a part.
   CUTE_DEVICE int first_row_of(int part) const {
@@ -157,8 +166,7 @@ struct Consumer {
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
     const float sink = Traits::kIsGeneral ? rows.sink : -INFINITY;
-    const auto coordinates = element_coordinates<Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>>(
-        typename Traits::MmaPv{}, thread);
+    const auto coordinates = element_coordinates<OutputShape>(typename Traits::MmaPv{}, new_thread());
     const int part = afresh(schedule).part_of_all(rows.round, blockIdx.x);
     if (part < 0) {
       store_lse(afresh(params), softmax, rows.is_careful, coordinates, rows.head, sink,
@@ -191,12 +199,8 @@ struct Consumer {
       return;
     }
     if (const int part = afresh(schedule).part_of_all(rows.round, blockIdx.x); part >= 0) {
-      using TileShape = Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>;
-      // For all ptxas knows, new: so that no address of this rare path is kept throughout.
-      int this_thread = thread;
-      asm volatile("" : "+r"(this_thread));
-      store_part_rows<TileShape>(afresh(params), typename Traits::MmaPv{}, this_thread,
-                                 rows.first_row, first_row_of(part), out_rows);
+      store_part_rows<OutputShape>(afresh(params), typename Traits::MmaPv{}, new_thread(),
+                                   rows.first_row, first_row_of(part), out_rows);
       return;
     }
     if constexpr (Traits::kStagesOutput) {
@@ -217,7 +221,8 @@ struct Consumer {
 
   // Starts the next row tile; false where it sees no key, or there is none.
   CUTE_DEVICE bool next_rows() {
-    own.q_ring.wait_full(num_rows++);
+    afresh(own).q_ring.wait_full(progress.rows());
+    progress.next_rows();
     return !rows().order.empty();
   }
 
@@ -231,7 +236,7 @@ struct Consumer {
     Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
     Tensor vt =
         mma_pv.get_slice(thread).partition_fragment_B(vt_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
-    Tensor out = partition_fragment_C(mma_pv, Shape<Int<kWarpgroupRows>, Int<Dims::kVo>>{});
+    Tensor out = partition_fragment_C(mma_pv, OutputShape{});
     Tensor out_rows = row_column_view(out);
     const auto new_scores = [&] {
       return partition_fragment_C(mma_qk, Shape<Int<kWarpgroupRows>, Int<Traits::kN>>{});
@@ -246,26 +251,26 @@ struct Consumer {
       Tensor q =
           mma_qk.get_slice(thread).partition_fragment_A(q_rows);  // (MMA, MMA_M, MMA_K, PIPE)
       turn.take();
-      smem.k_ring.wait_full(num_steps);
-      start_gemm(mma_qk, q(_, _, _, (num_rows - 1) % Traits::kQStages),
-                 k(_, _, _, num_steps % Traits::kStages), false, scores, [] {});
+      smem.k_ring.wait_full(progress.steps());
+      start_gemm(mma_qk, q(_, _, _, (progress.rows() - 1) % Traits::kQStages),
+                 k(_, _, _, progress.steps() % Traits::kStages), false, scores, [] {});
     };
     // `is_pending`: P of the step before waits for its product.
     const auto start_pv = [&](bool is_pending, bool accumulate) {
-      if (is_pending) smem.v_ring.wait_full(num_steps - 1);
-      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, (num_steps - 1) % Traits::kStages),
+      if (is_pending) smem.v_ring.wait_full(progress.steps() - 1);
+      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, (progress.steps() - 1) % Traits::kStages),
                                        accumulate, out, [&] { turn.give(); });
     };
     const auto finish_qk = [&](auto& scores, bool is_last) {
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
-      release(smem.k_ring, num_steps);
-      if (is_last) release(own.q_ring, num_rows - 1);
+      release(smem.k_ring, progress.steps());
+      if (is_last) release(own.q_ring, progress.rows() - 1);
     };
     const auto finish_pv = [&](bool is_pending) {
       warpgroup_wait<0>();
       warpgroup_fence_operand(out);
-      if (is_pending) release(smem.v_ring, num_steps - 1);
+      if (is_pending) release(smem.v_ring, progress.steps() - 1);
     };
 
     while (true) {
@@ -302,7 +307,7 @@ struct Consumer {
           } else if (has_previous) {
             write(previous_rows(), normaliser, out);
           }
-          ++num_steps;
+          progress.next_step();
         }
         // Exact steps: a running maximum. What it asks of the output is done under the next Q K.
         const auto exact_steps = [&](auto with_care) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -322,7 +327,7 @@ struct Consumer {
             hold(softmax.row_sum[0] + softmax.row_sum[1]);
             finish_pv(true);
             convert_fragment<T>(scores, weights);
-            ++num_steps;
+            progress.next_step();
           }
           scale_rows(out_rows, growth);
         };
@@ -343,7 +348,7 @@ struct Consumer {
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
           finish_pv(true);
           convert_fragment<T>(scores, weights);
-          ++num_steps;
+          progress.next_step();
         }
       }
 
@@ -361,7 +366,7 @@ struct Consumer {
         RowTile const& which = i == 1 ? rows() : previous_rows();
         write(which, finish(which, softmax), out);
       }
-      release(own.q_ring, num_rows - 1);
+      release(own.q_ring, progress.rows() - 1);
       if (rows().is_end()) {
         if (rows().round > 0) break;
         if (thread == 0) smem.redo_list.arrive();

@@ -164,7 +164,7 @@ struct Producer {
         ring.full[num_rows % Traits::kQStages].arrive();
       } else {
         load_q(consumer.q[num_rows % Traits::kQStages], ring.full[num_rows % Traits::kQStages],
-               params.rows.token(rows.first_row), rows.head);
+               params.rows.first_token(rows.first_row), rows.head);
       }
       rows.first_row += kWarpgroupRows;
     }

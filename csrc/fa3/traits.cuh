@@ -19,11 +19,11 @@ using namespace cute;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;
 
-// The same, for all ptxas knows elsewhere: so that what a rare path reads of it is not read at the
-// start and kept in registers throughout.
+// The same, for all ptxas knows elsewhere: so that what a rare path reads of it, or where, is not
+// worked out at the start and kept in registers throughout.
 template <class T>
-CUTE_DEVICE T const& afresh(T const& value) {
-  T const* place = &value;
+CUTE_DEVICE T& afresh(T& value) {
+  T* place = &value;
   asm volatile("" : "+l"(place));
   return *place;
 }
@@ -77,7 +77,7 @@ struct Traits {
   // before is still to be written.
   static constexpr int kRowTiles = 4;
   static_assert(kRowTiles >= kQStages + 2, "a row tile would be told over one that is in use");
-  static_assert((kRowTiles & (kRowTiles - 1)) == 0, "row tiles are counted in 32 bits");
+  static_assert((kRowTiles & (kRowTiles - 1)) == 0, "row tiles are counted modulo a power of two");
 
   // Rows of up to so many keys, in whole KV tiles, are done with care at once (csrc/fa3/README.md).
   static constexpr int kShortRow = 640;
