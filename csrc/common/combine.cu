@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "common/logits.cuh"
@@ -42,32 +43,40 @@ __device__ float reduce_warp(float x, Combine const& combine) {
   return x;
 }
 
-// Rows of a row tile that may have a query.
-PREFILL_HOST_DEVICE int rows_of_tile(const PrefillParams& params, int tile_m) {
-  const int tokens = params.rows.tile_tokens(tile_m);
-  return (params.qo_len < tokens ? params.qo_len : tokens) * params.rows.heads;
-}
+// What the pass needs of a call.
+struct Merge {
+  Results results;
+  PerHead sinks;
+  TileSchedule schedule;
+  int tile_m;
+  int columns;    // of a row of a part
+  int tile_rows;  // of a row tile, those that may have a query
+  int row_warps;  // that share a row's parts out among them
+};
 
 // A row of one head, and where its parts are.
 struct PartsOfRow {
-  int token;
   int head;
   int64_t first;  // row of the first part; the others lie tile_m rows apart
+  int64_t out;    // elements from the start of the output
+  int64_t lse;
   bool exists;
 
-  __device__ static PartsOfRow of(const PrefillParams& params, const Parts& parts, int index) {
-    const TileSchedule& schedule = parts.schedule;
-    const int tile_rows = rows_of_tile(params, parts.tile_m);
-    const int tile = index / tile_rows, query = index % tile_rows;
-    if (tile >= schedule.num_in_parts()) return {0, 0, 0, false};
-    const int first_part = tile * params.split.num_splits;
-    const WorkTile work = schedule.tile(schedule.num_whole + first_part);
-    const int of_tile = query / params.rows.heads, head = query % params.rows.heads;
-    const int token = work.m_tile * params.rows.tile_tokens(parts.tile_m) + of_tile;
-    const int row = of_tile / params.rows.tokens * RowMap::kBlock +
-                    of_tile % params.rows.tokens * params.rows.heads + head;
-    return {token, work.head * params.rows.heads + head, int64_t{first_part} * parts.tile_m + row,
-            token < params.qo_len};
+  __device__ static PartsOfRow of(const Merge& merge, int index) {
+    const RowMap& rows = merge.results.rows;
+    const int tile = index / merge.tile_rows, query = index % merge.tile_rows;
+    if (tile >= merge.schedule.num_in_parts()) return {};
+    const int first_part = tile * merge.results.split.num_splits;
+    const WorkTile work = merge.schedule.tile(merge.schedule.num_whole + first_part);
+    const int of_tile = query / rows.heads, of_block = query % rows.heads;
+    const int64_t token = work.m_tile * rows.tile_tokens(merge.tile_m) + of_tile;
+    const int64_t head = work.head * rows.heads + of_block;
+    const int row = of_tile / rows.tokens * RowMap::kBlock + of_tile % rows.tokens * rows.heads +
+                    of_block;
+    return {static_cast<int>(head), int64_t{first_part} * merge.tile_m + row,
+            token * merge.results.out.token_stride + head * merge.results.out.head_stride,
+            token * merge.results.lse_token_stride + head * merge.results.lse_head_stride,
+            token < merge.results.qo_len};
   }
 };
 
@@ -77,13 +86,13 @@ struct Weights {
   float* of_parts;
   float lse;
 
-  __device__ static Weights of(const PrefillParams& params, const Parts& parts,
-                               const PartsOfRow& row, int lane, float* of_parts) {
-    const int num_splits = params.split.num_splits;
-    const float* lse = params.split.lse + row.first;
+  __device__ static Weights of(const Merge& merge, const PartsOfRow& row, int lane,
+                               float* of_parts) {
+    const int num_splits = merge.results.split.num_splits;
+    const float* lse = merge.results.split.lse + row.first;
     float largest = -INFINITY;
     for (int i = lane; i < num_splits; i += kWarpLanes) {
-      of_parts[i] = lse[int64_t{i} * parts.tile_m];
+      of_parts[i] = lse[int64_t{i} * merge.tile_m];
       largest = fmaxf(largest, of_parts[i]);
     }
     largest = reduce_warp(largest, [](float x, float y) { return fmaxf(x, y); });
@@ -94,7 +103,7 @@ struct Weights {
       sum += of_parts[i];
     }
     sum = reduce_warp(sum, [](float x, float y) { return x + y; });
-    const float sink = sink_logit(params, row.head);
+    const float sink = merge.sinks.at(row.head, -INFINITY) * kLog2e;
     const float total = sum + exp2_approx(sink - base);
     for (int i = lane; i < num_splits; i += kWarpLanes) {
       of_parts[i] = sum == 0.f ? 0.f : __fdividef(of_parts[i], total);
@@ -140,52 +149,51 @@ struct Columns {
   }
 };
 
-// `row_warps` warps share a row's parts out among them, each every so manyth.
 template <class T>
 __global__ void __launch_bounds__(kWarps* kWarpLanes)
-    combine_rows(const __grid_constant__ PrefillParams params, const __grid_constant__ Parts parts,
-                 int row_warps) {
+    combine_rows(const __grid_constant__ Merge merge) {
   constexpr int kAhead = 4;  // parts on their way while weights are worked out
   __shared__ float weights[kWarps][kMaxSplits];
   __shared__ Columns sums[kWarps][kWarpLanes];
+  const Results& results = merge.results;
   const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
-  const int share = warp % row_warps;
-  const PartsOfRow row =
-      PartsOfRow::of(params, parts, (blockIdx.x * kWarps + warp) / row_warps);
+  const int row_warps = merge.row_warps, share = warp % row_warps;
+  const PartsOfRow row = PartsOfRow::of(merge, (blockIdx.x * kWarps + warp) / row_warps);
+  const int columns = results.head_dim_vo, num_splits = results.split.num_splits;
+  const float* first = results.split.out + (row.first + share * int64_t{merge.tile_m}) * merge.columns;
+  const int64_t stride = int64_t{row_warps} * merge.tile_m * merge.columns;
+  T* out = static_cast<T*>(results.out.data) + row.out;
+  float* lse = results.lse == nullptr ? nullptr : results.lse + row.lse;
 #if __CUDA_ARCH__ >= 900
+  // The first look at arguments takes its time: before the wait.
+  asm volatile("" ::"l"(first), "l"(out), "l"(lse), "l"(stride), "r"(columns), "r"(num_splits));
   // The next kernel waits for this one's end by itself; what the one before wrote is there now.
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 
-  const int columns = params.head_dim_vo, num_splits = params.split.num_splits;
   Columns sum;
   if (row.exists) {
-    const auto part = [&](int index) {
-      return params.split.out + (row.first + int64_t{index} * parts.tile_m) * parts.columns;
-    };
     Columns ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int index = share + i * row_warps;
-      if (index < num_splits) ahead[i].load(part(index), lane, columns);
+      if (share + i * row_warps < num_splits) ahead[i].load(first + i * stride, lane, columns);
     }
-    const Weights row_weights = Weights::of(params, parts, row, lane, weights[warp]);
+    const Weights row_weights = Weights::of(merge, row, lane, weights[warp]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int index = share + i * row_warps;
       if (index < num_splits) sum.add(ahead[i], row_weights.of_parts[index]);
     }
+    const float* next = first + kAhead * stride;
 #pragma unroll 4
     for (int index = share + kAhead * row_warps; index < num_splits; index += row_warps) {
       Columns more;
-      more.load(part(index), lane, columns);
+      more.load(next, lane, columns);
       sum.add(more, row_weights.of_parts[index]);
+      next += stride;
     }
-    if (share == 0 && lane == 0 && params.lse != nullptr) {
-      params.lse[row.token * params.lse_token_stride + row.head * params.lse_head_stride] =
-          row_weights.lse * params.lse_scale;
-    }
+    if (share == 0 && lane == 0 && lse != nullptr) *lse = row_weights.lse * results.lse_scale;
   }
   if (row_warps > 1) {
     sums[warp][lane] = sum;
@@ -193,23 +201,24 @@ __global__ void __launch_bounds__(kWarps* kWarpLanes)
   }
   if (share != 0 || !row.exists) return;
   for (int other = 1; other < row_warps; ++other) sum.add(sums[warp + other][lane], 1.f);
-  sum.store(static_cast<T*>(params.out.data) + row.token * params.out.token_stride +
-                row.head * params.out.head_stride,
-            lane, columns);
+  sum.store(out, lane, columns);
 }
 
 }  // namespace
 
-cudaError_t combine(const PrefillParams& params, const Parts& parts, DType dtype,
-                    bool programmatic, cudaStream_t stream) {
+cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, int tile_m,
+                    int columns, DType dtype, bool programmatic, cudaStream_t stream) {
   constexpr int kWarpParts = 4;  // that are worth a warp
   const int num_splits = params.split.num_splits;
-  if (num_splits > kMaxSplits || params.head_dim_vo > kMaxColumns) return cudaErrorInvalidValue;
+  if (num_splits > kMaxSplits || columns > kMaxColumns) return cudaErrorInvalidValue;
   int row_warps = 1;
   while (row_warps < kWarps && row_warps * kWarpParts < num_splits) row_warps *= 2;
-  const int64_t num_rows =
-      int64_t{parts.schedule.num_in_parts()} * rows_of_tile(params, parts.tile_m);
+  const int tile_rows =
+      std::min(params.qo_len, params.rows.tile_tokens(tile_m)) * params.rows.heads;
+  const int64_t num_rows = int64_t{schedule.num_in_parts()} * tile_rows;
   const int block_rows = kWarps / row_warps;
+  const Merge merge{Results::of(params), params.sinks, schedule,
+                    tile_m,              columns,      tile_rows, row_warps};
 
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -221,8 +230,8 @@ cudaError_t combine(const PrefillParams& params, const Parts& parts, DType dtype
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
   return dtype == DType::float16
-             ? cudaLaunchKernelEx(&config, combine_rows<__half>, params, parts, row_warps)
-             : cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, params, parts, row_warps);
+             ? cudaLaunchKernelEx(&config, combine_rows<__half>, merge)
+             : cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
 }
 
 }  // namespace prefill

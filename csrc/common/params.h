@@ -96,6 +96,30 @@ struct PrefillParams {
   PerHead alibi_slopes;  // [num_qo_heads]; none: slopes by the rule (logits.cuh)
   PerHead sinks;         // [num_qo_heads]: a logit that joins the sum of weights, without a value
   float lse_scale;       // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
+
+  PREFILL_HOST_DEVICE bool has_per_head() const {
+    return scale_q.data != nullptr || scale_k.data != nullptr || scale_v.data != nullptr ||
+           alibi_slopes.data != nullptr || sinks.data != nullptr;
+  }
+};
+
+// Of a call, what is needed to write its results.
+struct Results {
+  TensorView out;
+  float* lse;
+  int64_t lse_token_stride;
+  int64_t lse_head_stride;
+  SplitKv split;
+  RowMap rows;
+  int qo_len;
+  int head_dim_vo;
+  float lse_scale;
+
+  PREFILL_HOST_DEVICE static Results of(const PrefillParams& params) {
+    return {params.out,   params.lse,  params.lse_token_stride, params.lse_head_stride,
+            params.split, params.rows, params.qo_len,           params.head_dim_vo,
+            params.lse_scale};
+  }
 };
 
 }  // namespace prefill

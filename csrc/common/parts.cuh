@@ -26,16 +26,16 @@ CUTE_DEVICE void store_part_lse(SplitKv const& split, Softmax const& softmax, bo
 // The outputs, as a (rows, columns) view of accumulators. Columns go in pairs of neighbours, so that
 // a quad writes whole 32-byte sectors. A warp whose first row has no query writes none.
 template <class TileShape, class TiledMma, class Outputs>
-CUTE_DEVICE void store_part_rows(PrefillParams const& params, TiledMma const& tiled_mma, int thread,
+CUTE_DEVICE void store_part_rows(Results const& results, TiledMma const& tiled_mma, int thread,
                                  int first_row, int first_part, Outputs const& outputs) {
   using namespace cute;
   constexpr int kColumns = size<1>(TileShape{});
   const auto warp_first = element_coordinates<TileShape>(tiled_mma, thread / 32 * 32)(_0{}, _0{});
   const int warp_row = static_cast<int>(get<0>(warp_first));
-  if (params.rows.token(first_row + warp_row) >= params.qo_len) return;
+  if (results.rows.token(first_row + warp_row) >= results.qo_len) return;
   const auto first = element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
   const auto offsets = element_offsets<TileShape>(tiled_mma);
-  float* to = params.split.out + int64_t{first_part + static_cast<int>(get<0>(first))} * kColumns +
+  float* to = results.split.out + int64_t{first_part + static_cast<int>(get<0>(first))} * kColumns +
               static_cast<int>(get<1>(first));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(outputs); ++r) {

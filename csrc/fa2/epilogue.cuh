@@ -50,7 +50,8 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   if (part >= 0) {
     const int first_part = part * Traits::kM;
     store_part_lse(params.split, softmax, false, coordinates, first_part);
-    store_part_rows<TileShape>(params, tiled_mma, threadIdx.x, first_row, first_part, out_rows);
+    store_part_rows<TileShape>(Results::of(params), tiled_mma, threadIdx.x, first_row, first_part,
+                               out_rows);
     return;
   }
   Tensor rounded = make_tensor<T>(out.layout());
@@ -62,7 +63,7 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
   copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-  store_lse(params, softmax, false, coordinates, head, sink, first_row);
+  store_lse(Results::of(params), softmax, false, coordinates, head, sink, first_row);
 
   __syncthreads();
   store_rows<Traits>(smem, params, head, first_row);

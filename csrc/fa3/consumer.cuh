@@ -5,7 +5,6 @@
 #include "common/mask.cuh"
 #include "common/params.h"
 #include "common/parts.cuh"
-#include "common/tile_schedule.cuh"
 #include "common/transform.cuh"
 #include "fa3/epilogue.cuh"
 #include "fa3/tensor_maps.cuh"
@@ -43,7 +42,6 @@ struct Consumer {
   typename Traits::ConsumerStorage& own;
   PrefillParams const& params;
   TensorMaps const& maps;
-  TileSchedule const& schedule;
   BandMask const& mask;
   const int warpgroup;
   const int thread;  // within the warpgroup
@@ -51,13 +49,11 @@ struct Consumer {
   Progress progress;
 
   CUTE_DEVICE Consumer(typename Traits::SharedStorage& smem_, PrefillParams const& params_,
-                       TensorMaps const& maps_, TileSchedule const& schedule_,
-                       BandMask const& mask_, int warpgroup_)
+                       TensorMaps const& maps_, BandMask const& mask_, int warpgroup_)
       : smem(smem_),
         own(smem_.consumers[warpgroup_]),
         params(params_),
         maps(maps_),
-        schedule(schedule_),
         mask(mask_),
         warpgroup(warpgroup_),
         thread(threadIdx.x % kWarpgroupThreads),
@@ -167,13 +163,12 @@ struct Consumer {
     softmax.finish();
     const float sink = Traits::kIsGeneral ? rows.sink : -INFINITY;
     const auto coordinates = element_coordinates<OutputShape>(typename Traits::MmaPv{}, new_thread());
-    const int part = afresh(schedule).part_of_all(rows.round, blockIdx.x);
-    if (part < 0) {
-      store_lse(afresh(params), softmax, rows.is_careful, coordinates, rows.head, sink,
+    if (rows.part < 0) {
+      store_lse(smem.results, softmax, rows.is_careful, coordinates, rows.head, sink,
                 rows.first_row);
     } else {
-      store_part_lse(afresh(params).split, softmax, rows.is_careful, coordinates,
-                     first_row_of(part));
+      store_part_lse(smem.results.split, softmax, rows.is_careful, coordinates,
+                     first_row_of(rows.part));
     }
     if (!rows.is_careful) {
       CUTE_UNROLL
@@ -198,9 +193,9 @@ struct Consumer {
       if (thread == 0) smem.redo_list.add(rows.round);
       return;
     }
-    if (const int part = afresh(schedule).part_of_all(rows.round, blockIdx.x); part >= 0) {
-      store_part_rows<OutputShape>(afresh(params), typename Traits::MmaPv{}, new_thread(),
-                                   rows.first_row, first_row_of(part), out_rows);
+    if (rows.part >= 0) {
+      store_part_rows<OutputShape>(smem.results, typename Traits::MmaPv{}, new_thread(),
+                                   rows.first_row, first_row_of(rows.part), out_rows);
       return;
     }
     if constexpr (Traits::kStagesOutput) {
@@ -215,7 +210,7 @@ struct Consumer {
         tma_store_arrive();
       }
     } else {
-      store_rows<T>(afresh(params).out, params.qo_len, params.head_dim_vo, rows.head, rows.first_row, out);
+      store_rows<T>(smem.results, rows.head, rows.first_row, out);
     }
   }
 

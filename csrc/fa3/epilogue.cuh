@@ -46,25 +46,24 @@ CUTE_DEVICE void stage_rows(T* boxes, int thread, Acc const& accumulators) {
 // neighbours of a quad hold 4 bytes each of chunks of 8 columns; they swap, so that each has 8
 // bytes of one chunk and a quad writes whole 32-byte sectors.
 template <class T, class Acc>
-CUTE_DEVICE void store_rows(TensorView const& out, int qo_len, int head_dim, int head,
-                            int first_row, Acc const& accumulators) {
+CUTE_DEVICE void store_rows(Results const& to, int head, int first_row, Acc const& accumulators) {
   constexpr int kChunks = decltype(size(accumulators))::value / 4;  // in a row
   static_assert(kChunks % 2 == 0);
   const int thread = threadIdx.x % kWarpgroupThreads;
   const bool is_odd = thread % 2 == 1;
   const int row = first_row + thread / 32 * 16 + thread % 32 / 4;
   const int column = thread % 2 * 8 + thread % 4 / 2 * 4;
-  T* destination = static_cast<T*>(out.data) + head * out.head_stride + column;
+  T* destination = static_cast<T*>(to.out.data) + head * to.out.head_stride + column;
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const bool in_range = row + 8 * half < qo_len;
-    T* row_start = destination + (row + 8 * half) * out.token_stride;
+    const bool in_range = row + 8 * half < to.qo_len;
+    T* row_start = destination + (row + 8 * half) * to.out.token_stride;
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; chunk += 2) {
       const uint32_t even = rounded_pair<T>(accumulators, chunk, half);
       const uint32_t odd = rounded_pair<T>(accumulators, chunk + 1, half);
       const uint32_t received = __shfl_xor_sync(0xffffffffu, is_odd ? even : odd, 1);
-      if (in_range && chunk * 8 + column < head_dim) {
+      if (in_range && chunk * 8 + column < to.head_dim_vo) {
         *reinterpret_cast<uint2*>(row_start + chunk * 8) =
             is_odd ? make_uint2(received, odd) : make_uint2(even, received);
       }

@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::fence_barrier_init();
   } else if (threadIdx.x / 32 == 1) {
     smem.redo_list.clear();
+    if (threadIdx.x % 32 == 0) smem.results = Results::of(params);
   }
   if (params.rows.rows() < kWarpgroupRows) clear_queries(smem);
   __syncthreads();
@@ -66,8 +67,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) Producer<Traits>{smem, params, maps, schedule, mask}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<Traits>(smem, params, maps, schedule, mask, cutlass::canonical_warp_group_idx() - 1)
-        .run();
+    Consumer<Traits>(smem, params, maps, mask, cutlass::canonical_warp_group_idx() - 1).run();
   }
 }
 

@@ -95,10 +95,11 @@ struct Producer {
       const WorkTile tile = schedule.tile(round, blockIdx.x);
       if (!tile.exists()) continue;
       Work work{round++, tile, {}, {}};
-      const int tile_tokens = params.rows.tile_tokens(Traits::kM);
+      const int tile_tokens = afresh(params).rows.tile_tokens(Traits::kM);
       KvTileRange kv_tiles = mask.kv_tiles(tile.m_tile * tile_tokens, tile_tokens, Traits::kN);
       if (!tile.is_whole()) kv_tiles = kv_tiles.part(tile.part, params.split.num_splits);
       if (has_custom_mask()) {
+        wait_for_inputs();
         work.order = {kv_tiles.begin, kv_tiles.end, 0, 0};
         const RowTileMask row_tile = work.mask_of(params.mask);
         work.order.num_masked = row_tile.count(row_tile.mixed);
@@ -115,6 +116,13 @@ struct Producer {
     return Traits::kIsGeneral && params.mask.mixed != nullptr;
   }
 
+  // The kernel before has ended, and what it wrote is there, after this wait, which costs nothing the
+  // second time. All that can be done before comes before: the first look at arguments takes a
+  // microsecond.
+  CUTE_DEVICE static void wait_for_inputs() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
+
   // Of the steps in turn.
   CUTE_DEVICE int next_tile(Work& work, int step) const {
     return has_custom_mask() ? work.walk.next(work.mask_of(params.mask)) : work.order.tile(step);
@@ -123,6 +131,7 @@ struct Producer {
   CUTE_DEVICE RowTile row_tile(Work const& work) const {
     WorkTile const& tile = work.tile;
     if (!tile.exists()) return RowTile::end(redo);
+    if (afresh(params).has_per_head()) wait_for_inputs();
     LogitTransform transform;
     float sink = -INFINITY;
     if constexpr (Traits::kIsGeneral) {
@@ -149,7 +158,7 @@ struct Producer {
     // General kernels mask in exact steps too, which plain ones keep free of it.
     const int num_first = Traits::kIsGeneral ? 1 : num_masked;
     const int num_exact = is_careful ? order.count : min(num_masked + 1, order.count);
-    return {work.round, tile.head,  work.first_row(), transform, sink,
+    return {work.round, tile.head,  work.first_row(), -1, transform, sink,
             v_scale,    is_careful, num_first,        num_exact, order};
   }
 
@@ -158,7 +167,10 @@ struct Producer {
     for (auto& consumer : smem.consumers) {
       auto& ring = consumer.q_ring;
       ring.wait_empty(num_rows);
-      consumer.rows[num_rows % Traits::kRowTiles] = rows;
+      auto& told = consumer.rows[num_rows % Traits::kRowTiles];
+      told = rows;
+      told.part = schedule.part_of_all(rows.round, blockIdx.x);
+      wait_for_inputs();  // consumers may write without any
       if (rows.order.empty()) {
         compiler_fence();
         ring.full[num_rows % Traits::kQStages].arrive();
@@ -186,15 +198,17 @@ struct Producer {
       bool next_is_told = false;
       for (int step = 0; step == 0 || step < count; ++step) {
         const int tile = count > 0 ? next_tile(work, step) : 0;
-        if (count > 0) load_k(tile, work.tile.kv_head);
-        load_pending_v();  // where there is no K to load, consumers finish what they have
         bool tells = step == 0 && !is_told;
+        const bool k_is_last = num_rows == 0;  // the first of all: all of telling is done by then
+        if (count > 0 && !k_is_last) load_k(tile, work.tile.kv_head);
+        load_pending_v();  // where there is no K to load, consumers finish what they have
         Work news = work;
         if (Traits::kQStages > 1 && step == kAhead) {
           news = next = next_work();
           tells = next_is_told = true;
         }
         if (tells) tell(row_tile(news));
+        if (count > 0 && k_is_last) load_k(tile, work.tile.kv_head);
         if (count == 0) break;
         v_tile = tile;
         v_head = work.tile.kv_head;
@@ -209,8 +223,6 @@ struct Producer {
   }
 
   CUTE_DEVICE void run() {
-    // What the kernel before wrote is there after this wait.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     while (true) {
       load_all();
       if (redo || !smem.redo_list.wait_any()) break;

@@ -14,6 +14,7 @@ struct RowTile {
   int round;  // of the schedule; instead of a row tile, at the end of a pass over it: the pass
   int head;
   int first_row;  // of the consumer's own rows
+  int part;       // which of the parts of all row tiles; negative: they are whole
   LogitTransform transform;
   float sink;  // in base-2 units
   float value_scale;
@@ -23,7 +24,7 @@ struct RowTile {
   KvTileOrder order;
 
   CUTE_DEVICE static RowTile end(int pass) {
-    return {pass, 0, 0, {}, 0.f, 0.f, true, 0, 0, {0, 0, -1, 0}};
+    return {pass, 0, 0, -1, {}, 0.f, 0.f, true, 0, 0, {0, 0, -1, 0}};
   }
   CUTE_DEVICE bool is_end() const { return order.count < 0; }
 };
