@@ -71,8 +71,8 @@ struct PartsOfRow {
     const int of_tile = query / rows.heads, of_block = query % rows.heads;
     const int64_t token = work.m_tile * rows.tile_tokens(merge.tile_m) + of_tile;
     const int64_t head = work.head * rows.heads + of_block;
-    const int row = of_tile / rows.tokens * RowMap::kBlock + of_tile % rows.tokens * rows.heads +
-                    of_block;
+    const int row =
+        of_tile / rows.tokens * RowMap::kBlock + of_tile % rows.tokens * rows.heads + of_block;
     return {static_cast<int>(head), int64_t{first_part} * merge.tile_m + row,
             token * merge.results.out.token_stride + head * merge.results.out.head_stride,
             token * merge.results.lse_token_stride + head * merge.results.lse_head_stride,
@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kWarps* kWarpLanes)
   const int row_warps = merge.row_warps, share = warp % row_warps;
   const PartsOfRow row = PartsOfRow::of(merge, (blockIdx.x * kWarps + warp) / row_warps);
   const int columns = results.head_dim_vo, num_splits = results.split.num_splits;
-  const float* first = results.split.out + (row.first + share * int64_t{merge.tile_m}) * merge.columns;
+  const float* first =
+      results.split.out + (row.first + share * int64_t{merge.tile_m}) * merge.columns;
   const int64_t stride = int64_t{row_warps} * merge.tile_m * merge.columns;
   T* out = static_cast<T*>(results.out.data) + row.out;
   float* lse = results.lse == nullptr ? nullptr : results.lse + row.lse;
@@ -217,8 +218,8 @@ cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, i
       std::min(params.qo_len, params.rows.tile_tokens(tile_m)) * params.rows.heads;
   const int64_t num_rows = int64_t{schedule.num_in_parts()} * tile_rows;
   const int block_rows = kWarps / row_warps;
-  const Merge merge{Results::of(params), params.sinks, schedule,
-                    tile_m,              columns,      tile_rows, row_warps};
+  const Merge merge{Results::of(params), params.sinks, schedule, tile_m, columns,
+                    tile_rows,           row_warps};
 
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -229,9 +230,8 @@ cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, i
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
-  return dtype == DType::float16
-             ? cudaLaunchKernelEx(&config, combine_rows<__half>, merge)
-             : cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
+  return dtype == DType::float16 ? cudaLaunchKernelEx(&config, combine_rows<__half>, merge)
+                                 : cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
 }
 
 }  // namespace prefill

@@ -9,9 +9,9 @@
 
 namespace prefill {
 
-// Writes outputs and LSEs of the schedule's row tiles in parts, sinks included. Row tiles have `tile_m`
-// rows, and parts `columns` floats in a row. `programmatic`: the pass may be launched before the
-// kernel has ended, on devices that know how to wait for that (sm90 and up).
+// Writes outputs and LSEs of the schedule's row tiles in parts, sinks included. Row tiles have
+// `tile_m` rows, and parts `columns` floats in a row. `programmatic`: the pass may be launched
+// before the kernel has ended, on devices that know how to wait for that (sm90 and up).
 cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, int tile_m,
                     int columns, DType dtype, bool programmatic, cudaStream_t stream);
 

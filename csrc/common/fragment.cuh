@@ -96,20 +96,16 @@ CUTE_DEVICE void keep_columns(Scores& scores, int row, uint32_t visible) {
   }
 }
 
-// Sets scores outside the band to -inf. `row` and `key` are those of the thread's first element, and
-// `offsets`, which are compile-time constants, what the others add to that (element_offsets). The row
-// counts from `first_token`, which begins a block of rows. Rows past qo_len take the last row's
-// bounds.
-template <class Scores, class Offsets>
-CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask const& band,
-                            RowMap const& rows, int first_token, int row, int key) {
+// Sets scores outside the band to -inf. `key` is that of the thread's first element, and `offsets`,
+// which are compile-time constants, what the others add to that (element_offsets). `query` answers
+// which query a row is, by its offset: one of the call's.
+template <class Scores, class Offsets, class Query>
+CUTE_DEVICE void apply_mask(Scores& scores, Offsets const& offsets, BandMask const& band, int key,
+                            Query const& query) {
   using namespace cute;
   CUTE_UNROLL
   for (int r = 0; r < size<0>(scores); ++r) {
-    const int offset = static_cast<int>(get<0>(offsets(r, _0{})));
-    const int token = first_token + offset / RowMap::kBlock * rows.tokens +
-                      rows.token_in_block(row + offset % RowMap::kBlock);
-    const int this_row = min(token, band.qo_len - 1);
+    const int this_row = query(static_cast<int>(get<0>(offsets(r, _0{}))));
     keep_columns(scores, r,
                  columns_before(band.row_end(this_row) - key) &
                      ~columns_before(band.row_begin(this_row) - key));

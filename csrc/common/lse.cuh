@@ -18,8 +18,7 @@ CUTE_DEVICE void store_lse(const Results& to, Softmax const& softmax, bool with_
   for (int r = 0; r < Softmax::kRows; ++r) {
     const int row = first_row + static_cast<int>(get<0>(coordinates(r, _0{})));
     if (row < to.qo_len) {
-      head_lse[row * to.lse_token_stride] =
-          softmax.row_lse(r, with_care, sink) * to.lse_scale;
+      head_lse[row * to.lse_token_stride] = softmax.row_lse(r, with_care, sink) * to.lse_scale;
     }
   }
 }

@@ -70,8 +70,7 @@ struct RowTileMask {
   PREFILL_HOST_DEVICE int last_before(int limit) const {
     uint32_t wanted = limit % 32 == 0 ? 0u : ~0u >> (32 - limit % 32);
     for (int word = limit / 32; word >= first_word(); --word) {
-      const uint32_t needed =
-          wanted == 0 ? 0u : (bits(mixed, word) | bits(full, word)) & wanted;
+      const uint32_t needed = wanted == 0 ? 0u : (bits(mixed, word) | bits(full, word)) & wanted;
       if (needed != 0) return word * 32 + highest_bit(needed);
       wanted = ~0u;
     }

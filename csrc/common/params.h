@@ -36,9 +36,9 @@ struct alignas(8) MaskWords {
 // (mask_tiles.h makes it so). The band is folded in: what is seen here needs no further mask. Null
 // pointers: there is no custom mask.
 struct MaskTiles {
-  // [num_row_tiles of a head][num_words()]: bit t % 32 of word t / 32 tells of KV tile t. Mixed: some row
-  // sees some key, but not each of them all. Full: each row sees all tile_n keys. Neither: none
-  // sees any.
+  // [num_row_tiles of a head][num_words()]: bit t % 32 of word t / 32 tells of KV tile t. Mixed:
+  // some row sees some key, but not each of them all. Full: each row sees all tile_n keys. Neither:
+  // none sees any.
   const uint32_t* mixed;
   const uint32_t* full;
   // [16-row blocks of all row tiles][num_kv_tiles][32 lanes], there only where the KV tile is
@@ -52,7 +52,8 @@ struct MaskTiles {
 // Split-KV: row tiles of which parts of the KV tiles are worked on apart, and merged (combine.h).
 struct SplitKv {
   int num_splits = 1;  // parts of a row tile
-  int num_whole = 0;   // row tiles over all heads, in the order of the schedule, before those in parts
+  int num_whole =
+      0;  // row tiles over all heads, in the order of the schedule, before those in parts
   float* out = nullptr;  // [parts][tile_m][head_dim_vo of the class]; null: all are whole
   float* lse = nullptr;  // [parts][tile_m], in base 2
 
@@ -116,8 +117,8 @@ struct Results {
   float lse_scale;
 
   PREFILL_HOST_DEVICE static Results of(const PrefillParams& params) {
-    return {params.out,   params.lse,  params.lse_token_stride, params.lse_head_stride,
-            params.split, params.rows, params.qo_len,           params.head_dim_vo,
+    return {params.out,      params.lse,  params.lse_token_stride, params.lse_head_stride,
+            params.split,    params.rows, params.qo_len,           params.head_dim_vo,
             params.lse_scale};
   }
 };

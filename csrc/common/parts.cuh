@@ -1,5 +1,5 @@
-// Writes parts of rows, which combine.h merges: outputs in float32, and their log-sum-exp. Shared by
-// all kernels.
+// Writes parts of rows, which combine.h merges: outputs in float32, and their log-sum-exp. Shared
+// by all kernels.
 #pragma once
 
 #include "common/fragment.cuh"
@@ -23,8 +23,8 @@ CUTE_DEVICE void store_part_lse(SplitKv const& split, Softmax const& softmax, bo
   }
 }
 
-// The outputs, as a (rows, columns) view of accumulators. Columns go in pairs of neighbours, so that
-// a quad writes whole 32-byte sectors. A warp whose first row has no query writes none.
+// The outputs, as a (rows, columns) view of accumulators. Columns go in pairs of neighbours, so
+// that a quad writes whole 32-byte sectors. A warp whose first row has no query writes none.
 template <class TileShape, class TiledMma, class Outputs>
 CUTE_DEVICE void store_part_rows(Results const& results, TiledMma const& tiled_mma, int thread,
                                  int first_row, int first_part, Outputs const& outputs) {

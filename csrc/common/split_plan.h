@@ -1,6 +1,6 @@
-// How short calls are laid out over a device: heads packed into row tiles (RowMap), row tiles done in
-// parts (SplitKv). It depends on shapes and the number of SMs alone, so the same call gives the same
-// bits. Host only, and tested there.
+// How short calls are laid out over a device: heads packed into row tiles (RowMap), row tiles done
+// in parts (SplitKv). It depends on shapes and the number of SMs alone, so the same call gives the
+// same bits. Host only, and tested there.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ struct SplitPlan {
   int num_parts() const { return (num_row_tiles - num_whole) * num_splits; }
 };
 
-// What a plan takes, by rule of thumb: in units of the work on one KV tile of one row tile, which is
-// 1.2 us for fa3 at head dim 128 (docs/tuning.md).
+// What a plan takes, by rule of thumb: in units of the work on one KV tile of one row tile, which
+// is 1.2 us for fa3 at head dim 128 (docs/tuning.md).
 class SplitPlanner {
  public:
   static constexpr int kMaxSplits = 256;
@@ -46,6 +46,7 @@ class SplitPlanner {
   static constexpr float kTileCost = 1.f;    // a row tile's beginning and end
   static constexpr float kPartCost = 2.f;    // a part's, with what it writes and the merging reads
   static constexpr float kMergeCost = 2.5f;  // the pass that merges
+  static constexpr float kSharedSm = 1.5f;   // of two blocks on an SM each takes so much longer
   static constexpr float kWorthwhile = 0.95f;
   static constexpr int kManyRounds = 8;
 
@@ -65,6 +66,9 @@ class SplitPlanner {
     constexpr int kRegisters = 65536, kThreadRegisters = 256;
     return params_.num_sms * std::max(kRegisters / (kThreadRegisters * kernel_.threads), 1);
   }
+
+  // How much longer `count` blocks take than one alone, as they share SMs.
+  float slowdown(int count) const { return count > params_.num_sms ? kSharedSm : 1.f; }
 
   // All heads of a KV head, or the most of them that fill blocks evenly.
   int most_packed_heads() const {
@@ -91,16 +95,20 @@ class SplitPlanner {
     return lengths;
   }
 
-  // `count` pieces of work on blocks that run `slots` at a time: of one length in rounds; of
-  // several, longest first, blocks end within half of a piece of each other.
-  static float makespan(int count, int slots, float longest, float mean) {
-    const int rounds = (count + slots - 1) / slots;
-    if (rounds <= 1) return longest;
-    const float in_rounds = static_cast<float>(rounds) * mean;
-    const float balanced =
-        mean * (static_cast<float>(count) / static_cast<float>(slots) + 0.5f);
-    return mean < 0.9f * longest ? std::max(balanced, longest) : in_rounds;
+  // `count` pieces of work: of one length in rounds; of several, longest first, blocks end within
+  // half of a piece of each other.
+  float makespan(int count, float longest, float mean) const {
+    const int slots = num_slots(), rounds = count / slots, rest = count % slots;
+    if (count <= slots) return longest * slowdown(count);
+    const float full = slowdown(slots);
+    if (is_even(longest, mean)) {
+      return mean * (static_cast<float>(rounds) * full + (rest > 0 ? slowdown(rest) : 0.f));
+    }
+    const float balanced = mean * (static_cast<float>(count) / static_cast<float>(slots) + 0.5f);
+    return std::max(balanced, longest) * full;
   }
+
+  static bool is_even(float longest, float mean) { return mean >= 0.9f * longest; }
 
   Costed best(int heads, int num_splits) const {
     const RowMap rows = RowMap::of(heads);
@@ -108,16 +116,14 @@ class SplitPlanner {
     const int num_m_tiles = (params_.qo_len + tile_tokens - 1) / tile_tokens;
     const int num_tiles = num_m_tiles * (params_.num_qo_heads / heads);
     const Lengths length = lengths(tile_tokens, num_m_tiles);
-    const int slots = num_slots();
     const auto whole_cost = [&](int count) {
-      return makespan(count, slots, static_cast<float>(length.longest) + kTileCost,
+      return makespan(count, static_cast<float>(length.longest) + kTileCost,
                       length.mean + kTileCost);
     };
     const auto parts_cost = [&](int count, int splits) {
       const auto part = [&](float tiles) { return tiles / static_cast<float>(splits) + kPartCost; };
       const float longest = static_cast<float>((length.longest + splits - 1) / splits) + kPartCost;
-      return makespan(count * splits, slots, longest, std::min(part(length.mean), longest)) +
-             kMergeCost;
+      return makespan(count * splits, longest, std::min(part(length.mean), longest)) + kMergeCost;
     };
     const auto costed = [&](int splits, int num_whole) {
       const int in_parts = num_tiles - num_whole;
@@ -135,17 +141,18 @@ class SplitPlanner {
       const int in_parts = num_tiles - num_whole;
       if (in_parts <= 0) return;
       for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
-        const int splits = std::min(rounds * slots / in_parts, most);
+        const int splits = std::min(rounds * params_.num_sms / in_parts, most);
         if (splits < 2) continue;
         const Costed candidate = costed(splits, num_whole);
         if (candidate.cost < best.cost && candidate.cost < without * kWorthwhile) best = candidate;
       }
     };
+    const int slots = num_slots();
     if (num_tiles <= kManyRounds * slots) {
       consider(0);
       // The last row tiles alone: of those as long as each other, and with whole ones all their
       // heads to themselves.
-      if (heads == 1 && length.mean >= 0.9f * static_cast<float>(length.longest)) {
+      if (heads == 1 && is_even(static_cast<float>(length.longest), length.mean)) {
         consider(num_tiles / slots * slots);
       }
     }

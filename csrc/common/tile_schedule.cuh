@@ -15,7 +15,7 @@ struct WorkTile {
   int m_tile;  // -1: none
   int head;    // a block of RowMap's heads
   int kv_head;
-  int part;    // of its KV tiles; -1 where it is whole
+  int part;  // of its KV tiles; -1 where it is whole
 
   PREFILL_HOST_DEVICE bool exists() const { return m_tile >= 0; }
   PREFILL_HOST_DEVICE bool is_whole() const { return part < 0; }
@@ -129,9 +129,7 @@ struct TileSchedule {
   PREFILL_HOST_DEVICE int num_in_parts() const { return num_left() - num_whole; }
 
   // What a grid without persistent blocks has a block for: row tiles, or parts.
-  PREFILL_HOST_DEVICE int num_items() const {
-    return num_whole + num_in_parts() * splits.divisor;
-  }
+  PREFILL_HOST_DEVICE int num_items() const { return num_whole + num_in_parts() * splits.divisor; }
 
   // Work of a grid with a block for each item.
   PREFILL_HOST_DEVICE WorkTile tile(int index) const {
@@ -185,8 +183,8 @@ struct TileSchedule {
     // Custom masks are likely to be causal ones with exceptions.
     const bool is_causal = params.window_right < params.qo_len - 1 || params.mask.mixed != nullptr;
     return of((params.qo_len + tile_tokens - 1) / tile_tokens, num_heads,
-              static_cast<int>(kv_heads) * group, group, is_causal,
-              pairs && !params.split.exists(), num_blocks, params.split);
+              static_cast<int>(kv_heads) * group, group, is_causal, pairs && !params.split.exists(),
+              num_blocks, params.split);
   }
 
   static TileSchedule of(int num_m_tiles, int num_heads, int heads_per_section, int group,

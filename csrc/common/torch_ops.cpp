@@ -162,8 +162,8 @@ MaskSource mask_source(const Tensor& mask, const PrefillParams& params) {
 // allocator gives it to no other stream before what has been launched here is done.
 Tensor lay_out(const Tensor& mask, const KernelInfo& kernel, PrefillParams& params,
                cudaStream_t stream) {
-  const MaskTileCounts counts = MaskTileCounts::of(params.qo_len, params.kv_len, params.rows,
-                                                   kernel.tile_m, kernel.tile_n);
+  const MaskTileCounts counts =
+      MaskTileCounts::of(params.qo_len, params.kv_len, params.rows, kernel.tile_m, kernel.tile_n);
   Tensor workspace = torch::stable::new_empty(mask, {counts.workspace_bytes()}, ScalarType::Byte);
   params.mask = counts.carve(workspace.data_ptr());
   const cudaError_t error = lay_out_mask(mask_source(mask, params), params, kernel.tile_m,
@@ -213,8 +213,7 @@ std::optional<Tensor> follow(const SplitPlan& plan, const KernelEntry& kernel, c
 
 int multiprocessors(int device) {
   int count = 0;
-  const cudaError_t error =
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
   STD_TORCH_CHECK(error == cudaSuccess, "no answer about the device: ", cudaGetErrorName(error));
   return count;
 }

@@ -6,6 +6,7 @@
 #include "common/lse.cuh"
 #include "common/params.h"
 #include "common/parts.cuh"
+#include "common/tile_schedule.cuh"
 #include "fa2/traits.cuh"
 
 namespace prefill::fa2 {
@@ -36,15 +37,23 @@ CUTE_DEVICE void store_rows(typename Traits::SharedStorage& smem, const PrefillP
   }
 }
 
-// `part`: which of all, or -1.
 template <class Traits, class Acc>
 CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillParams& params,
-                            int head, int part, int first_row, float sink, float value_scale,
-                            typename Traits::Softmax const& softmax, Acc& out) {
+                            const TileSchedule& schedule, typename Traits::Softmax const& softmax,
+                            Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
+  // For all ptxas knows, another block: the main loop has no registers to keep in what is known of
+  // this one.
+  int block = blockIdx.x;
+  asm volatile("" : "+r"(block));
+  const WorkTile work = schedule.tile(block);
+  const int part = schedule.part_of_all(block), first_row = work.m_tile * Traits::kM;
+  const float sink =
+      Traits::kIsGeneral && work.is_whole() ? sink_logit(params, work.head) : -INFINITY;
   Tensor out_rows = row_column_view(out);
-  Normaliser<Traits::Softmax::kRows>(softmax, false, sink, value_scale).apply(out_rows);
+  Normaliser<Traits::Softmax::kRows>(softmax, false, sink, value_scale(params, work.kv_head))
+      .apply(out_rows);
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>;
   const auto coordinates = element_coordinates<TileShape>(tiled_mma, threadIdx.x);
   if (part >= 0) {
@@ -63,10 +72,10 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
   copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-  store_lse(Results::of(params), softmax, false, coordinates, head, sink, first_row);
+  store_lse(Results::of(params), softmax, false, coordinates, work.head, sink, first_row);
 
   __syncthreads();
-  store_rows<Traits>(smem, params, head, first_row);
+  store_rows<Traits>(smem, params, work.head, first_row);
 }
 
 }  // namespace prefill::fa2

@@ -28,19 +28,22 @@ __global__ void __launch_bounds__(Traits::kThreads)
   RowTile<T> here{HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
                   HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo),
                   KvTiles::of_band(band),
-                  LogitTransform::of_scale(logit_scale(params, work.head, work.kv_head))};
-  float sink = -INFINITY;
+                  LogitTransform::of_scale(logit_scale(params, work.head, work.kv_head)),
+                  first_row};
   const RowTile<T>* row_tile = &here;
   if constexpr (Traits::kIsGeneral) {
     here.tiles = KvTiles::of(params.mask, band, work.m_tile);
     here.transform = LogitTransform::of(params, work.head, work.kv_head);
-    if (work.is_whole()) sink = sink_logit(params, work.head);
     row_tile = &smem.row_tile;
     if (threadIdx.x == 0) smem.row_tile = here;
     __syncthreads();
   }
   const int last = here.tiles.last();
 
+  // Barriers before the first mask make it known to all threads.
+  for (int row = threadIdx.x; row < Traits::kM; row += Traits::kThreads) {
+    smem.queries[row] = min(params.rows.token(first_row + row), params.qo_len - 1);
+  }
   const KvLoader<Traits> loader{row_tile->k, row_tile->v, smem};
   if (last >= 0) {
     load_q<Traits>(params, work.head, first_row, smem.q);
@@ -51,9 +54,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   clear(out);
-  attend<Traits>(loader, *row_tile, params, mask, last, first_row, softmax, out);
-  write_tile<Traits>(smem, params, work.head, schedule.part_of_all(blockIdx.x), first_row, sink,
-                     value_scale(params, work.kv_head), softmax, out);
+  attend<Traits>(loader, *row_tile, params, mask, last, softmax, out);
+  write_tile<Traits>(smem, params, schedule, softmax, out);
 }
 
 }  // namespace prefill::fa2

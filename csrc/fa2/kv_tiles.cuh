@@ -32,9 +32,7 @@ struct KvTiles {
     if (is_custom) return mask.last_before(tile);
     return tile > band.begin ? tile - 1 : -1;
   }
-  PREFILL_HOST_DEVICE int last() const {
-    return before(band.end);
-  }
+  PREFILL_HOST_DEVICE int last() const { return before(band.end); }
 };
 
 }  // namespace prefill::fa2

@@ -57,7 +57,7 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
 // first to come. The caller has started the loads of Q and of that K.
 template <class Traits, class Acc>
 CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename Traits::T>& row_tile,
-                        const PrefillParams& params, const BandMask& band, int last, int first_row,
+                        const PrefillParams& params, const BandMask& band, int last,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
@@ -97,7 +97,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     if (!transform.is_idle()) {
       if constexpr (Traits::kIsGeneral) {
         const auto at = origin();
-        transform_scores(rows, offsets, transform, band, first_row + get<0>(at),
+        transform_scores(rows, offsets, transform, band, row_tile.first_row + get<0>(at),
                          tile * Traits::kN + get<1>(at));
       } else {
         scale_scores(rows, transform.gain);
@@ -106,10 +106,11 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     if (tiles.template needs_mask<Traits::kN>(tile)) {
       const auto at = origin();
       if (Traits::kIsGeneral && tiles.is_custom) {
-        apply_bits(rows, offsets, params.mask, first_row + get<0>(at), tile);
+        apply_bits(rows, offsets, params.mask, row_tile.first_row + get<0>(at), tile);
       } else {
-        apply_mask(rows, offsets, band, params.rows, params.rows.first_token(first_row),
-                   get<0>(at), tile * Traits::kN + get<1>(at));
+        const int* queries = loader.smem.queries + get<0>(at);
+        apply_mask(rows, offsets, band, tile * Traits::kN + get<1>(at),
+                   [&](int offset) { return queries[offset]; });
       }
     }
     const auto factor = softmax.step(rows);

@@ -24,6 +24,7 @@ struct RowTile {
   HeadRows<T> k, v;
   KvTiles tiles;
   LogitTransform transform;
+  int first_row;
 };
 struct Nothing {};
 
@@ -64,6 +65,7 @@ struct Traits {
     alignas(128) T q[kM * Dims::kQk];  // the output tile in the end
     alignas(128) T k[kN * Dims::kQk];
     alignas(128) T v[kN * Dims::kVo];
+    int queries[kM];  // which of the call's each row is; for masks the last one past the end
     // What general kernels use once a KV tile; in registers it would cost spills. Plain ones have
     // registers for it.
     std::conditional_t<kIsGeneral, RowTile<T>, Nothing> row_tile;

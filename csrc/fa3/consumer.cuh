@@ -60,7 +60,9 @@ struct Consumer {
         turn(warpgroup_) {}
 
   // The row tile started last, and the one before.
-  CUTE_DEVICE RowTile const& rows() const { return own.rows[(progress.rows() - 1) % Traits::kRowTiles]; }
+  CUTE_DEVICE RowTile const& rows() const {
+    return own.rows[(progress.rows() - 1) % Traits::kRowTiles];
+  }
   CUTE_DEVICE RowTile const& previous_rows() const {
     return own.rows[(progress.rows() - 2) % Traits::kRowTiles];
   }
@@ -105,7 +107,8 @@ struct Consumer {
   }
 
   CUTE_DEVICE int kv_tile(int step) const {
-    if constexpr (Traits::kIsGeneral) return smem.kv_tiles[progress.steps() % (2 * Traits::kStages)];
+    if constexpr (Traits::kIsGeneral)
+      return smem.kv_tiles[progress.steps() % (2 * Traits::kStages)];
     return rows().order.tile(step);
   }
 
@@ -131,8 +134,10 @@ struct Consumer {
       apply_bits(scores, at.offsets, afresh(params).mask, rows().first_row + at.row, tile);
     } else {
       const int first_token = params.rows.first_token(rows().first_row);
-      apply_mask(scores, at.offsets, mask, params.rows, first_token, at.row,
-                 tile * Traits::kN + at.column);
+      // Rows past the end take the last one's bounds.
+      apply_mask(scores, at.offsets, mask, tile * Traits::kN + at.column, [&](int offset) {
+        return min(first_token + params.rows.token_in_block(at.row + offset), mask.qo_len - 1);
+      });
     }
   }
 
@@ -162,7 +167,8 @@ struct Consumer {
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
     const float sink = Traits::kIsGeneral ? rows.sink : -INFINITY;
-    const auto coordinates = element_coordinates<OutputShape>(typename Traits::MmaPv{}, new_thread());
+    const auto coordinates =
+        element_coordinates<OutputShape>(typename Traits::MmaPv{}, new_thread());
     if (rows.part < 0) {
       store_lse(smem.results, softmax, rows.is_careful, coordinates, rows.head, sink,
                 rows.first_row);
@@ -253,7 +259,8 @@ struct Consumer {
     // `is_pending`: P of the step before waits for its product.
     const auto start_pv = [&](bool is_pending, bool accumulate) {
       if (is_pending) smem.v_ring.wait_full(progress.steps() - 1);
-      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, (progress.steps() - 1) % Traits::kStages),
+      start_gemm<Traits::kTurnOverlap>(mma_pv, p,
+                                       vt(_, _, _, (progress.steps() - 1) % Traits::kStages),
                                        accumulate, out, [&] { turn.give(); });
     };
     const auto finish_qk = [&](auto& scores, bool is_last) {

@@ -13,8 +13,8 @@
 
 namespace prefill::fa3 {
 
-// TMA never writes the spare rows of a block. They are computed like all others: what they hold must
-// be finite.
+// TMA never writes the spare rows of a block. They are computed like all others: what they hold
+// must be finite.
 template <class Storage>
 CUTE_DEVICE void clear_queries(Storage& smem) {
   for (auto& consumer : smem.consumers) {

@@ -49,8 +49,8 @@ struct Producer {
   int round = 0;           // of the schedule, to be looked at next
   uint32_t num_rows = 0;   // row tiles told
   uint32_t num_steps = 0;  // KV tiles whose K has been loaded; V lags one behind
-  int v_tile = 0, v_head = 0;
-  bool v_is_pending = false;
+  int v_tile = -1;         // whose V is still to be loaded; -1: none
+  int v_head = 0;
 
   CUTE_DEVICE void load_k(int tile, int kv_head) {
     const uint32_t stage = num_steps % Traits::kStages;
@@ -61,9 +61,8 @@ struct Producer {
                                                      tile * Traits::kN, kv_head);
   }
 
-  CUTE_DEVICE void load_q(typename Traits::T* rows,
-                          cutlass::arch::ClusterTransactionBarrier& full, int token,
-                          int head) const {
+  CUTE_DEVICE void load_q(typename Traits::T* rows, cutlass::arch::ClusterTransactionBarrier& full,
+                          int token, int head) const {
     constexpr int kRowBytes = Traits::Dims::kQk * static_cast<int>(sizeof(typename Traits::T));
     compiler_fence();
     full.arrive_and_expect_tx(params.rows.rows() * kRowBytes);
@@ -77,13 +76,13 @@ struct Producer {
 
   // V of the KV tile whose K was loaded last.
   CUTE_DEVICE void load_pending_v() {
-    if (!v_is_pending) return;
-    v_is_pending = false;
+    if (v_tile < 0) return;
     const uint32_t stage = (num_steps - 1) % Traits::kStages;
     smem.v_ring.wait_empty(num_steps - 1);
     load_tile<Traits, Traits::kN, Traits::Dims::kVo>(maps.v, smem.v[stage], smem.v_ring.full[stage],
                                                      TMA::CacheHintSm90::EVICT_LAST,
                                                      v_tile * Traits::kN, v_head);
+    v_tile = -1;
   }
 
   // Late rounds have no place on the redo list: they are done with care at once.
@@ -95,8 +94,11 @@ struct Producer {
       const WorkTile tile = schedule.tile(round, blockIdx.x);
       if (!tile.exists()) continue;
       Work work{round++, tile, {}, {}};
-      const int tile_tokens = afresh(params).rows.tile_tokens(Traits::kM);
-      KvTileRange kv_tiles = mask.kv_tiles(tile.m_tile * tile_tokens, tile_tokens, Traits::kN);
+      const int tile_tokens = params.rows.tile_tokens(Traits::kM);
+      BandMask band = mask;
+      // For all ptxas knows, new: so that sums with it are not kept throughout.
+      if constexpr (Traits::kIsGeneral) asm volatile("" : "+r"(band.window_left));
+      KvTileRange kv_tiles = band.kv_tiles(tile.m_tile * tile_tokens, tile_tokens, Traits::kN);
       if (!tile.is_whole()) kv_tiles = kv_tiles.part(tile.part, params.split.num_splits);
       if (has_custom_mask()) {
         wait_for_inputs();
@@ -116,12 +118,10 @@ struct Producer {
     return Traits::kIsGeneral && params.mask.mixed != nullptr;
   }
 
-  // The kernel before has ended, and what it wrote is there, after this wait, which costs nothing the
-  // second time. All that can be done before comes before: the first look at arguments takes a
+  // The kernel before has ended, and what it wrote is there, after this wait, which costs nothing
+  // the second time. All that can be done before comes before: the first look at arguments takes a
   // microsecond.
-  CUTE_DEVICE static void wait_for_inputs() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-  }
+  CUTE_DEVICE static void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
   // Of the steps in turn.
   CUTE_DEVICE int next_tile(Work& work, int step) const {
@@ -158,7 +158,7 @@ struct Producer {
     // General kernels mask in exact steps too, which plain ones keep free of it.
     const int num_first = Traits::kIsGeneral ? 1 : num_masked;
     const int num_exact = is_careful ? order.count : min(num_masked + 1, order.count);
-    return {work.round, tile.head,  work.first_row(), -1, transform, sink,
+    return {work.round, tile.head,  work.first_row(), -1,        transform, sink,
             v_scale,    is_careful, num_first,        num_exact, order};
   }
 
@@ -212,7 +212,6 @@ struct Producer {
         if (count == 0) break;
         v_tile = tile;
         v_head = work.tile.kv_head;
-        v_is_pending = true;
         ++num_steps;
       }
       if (!work.tile.exists()) break;

@@ -60,9 +60,8 @@ cudaError_t encode(CUtensorMap& map, void* data, CUtensorMapDataType type, int h
 // Boxes of `box_rows` tokens of one head.
 inline cudaError_t encode(CUtensorMap& map, const TensorView& tensor, CUtensorMapDataType type,
                           int head_dim, int length, int num_heads, int box_rows) {
-  return encode(
-      map, tensor.data, type, head_dim,
-      {{length, tensor.token_stride, box_rows}, {num_heads, tensor.head_stride, 1}});
+  return encode(map, tensor.data, type, head_dim,
+                {{length, tensor.token_stride, box_rows}, {num_heads, tensor.head_stride, 1}});
 }
 
 // Boxes of a block of rows.

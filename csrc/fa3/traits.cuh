@@ -96,7 +96,7 @@ struct Traits {
     alignas(1024) T v[kStages][kN * Dims::kVo];
     RingBarriers<kStages> k_ring;
     RingBarriers<kStages> v_ring;
-    Results results;  // read once a row tile: ptxas would keep it in registers throughout
+    Results results;            // read once a row tile: ptxas would keep it in registers throughout
     int kv_tiles[2 * kStages];  // those in k, until the step after them has its K
     RedoList redo_list;
   };

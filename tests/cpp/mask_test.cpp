@@ -38,7 +38,8 @@ void check_rows(const BandMask& mask) {
   }
 }
 
-// Parts of a range follow each other without a gap, and none is longer than another by more than one.
+// Parts of a range follow each other without a gap, and none is longer than another by more than
+// one.
 void check_parts(const KvTileRange& range, int count, const BandMask& mask) {
   const int tiles = std::max(range.end - range.begin, 0);
   int end = range.begin;

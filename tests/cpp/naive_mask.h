@@ -94,7 +94,8 @@ inline std::ostream& operator<<(std::ostream& stream, const MaskCase& test) {
                 << test.window_right << ", tiles " << test.tile_m << " x " << test.tile_n
                 << ", kind " << static_cast<int>(test.kind)
                 << (test.format == MaskFormat::bits ? ", bits" : ", bools") << " from byte "
-                << test.lead << ", gap " << test.gap << ", " << test.rows.heads << " heads a row tile";
+                << test.lead << ", gap " << test.gap << ", " << test.rows.heads
+                << " heads a row tile";
 }
 
 // A random case of any kind.

@@ -60,7 +60,8 @@ void check_sane(const PrefillParams& params, const KernelInfo& kernel, int num_s
   CHECK_EQ(plan.num_row_tiles, row_tiles, asked);
   CHECK(plan.num_whole >= 0 && plan.num_whole <= plan.num_row_tiles, asked);
   CHECK(plan.num_splits >= 1 && plan.num_splits <= SplitPlanner::kMaxSplits, asked);
-  CHECK(plan.packed_heads == 1 || plan.num_whole == 0, asked << ": row tiles of several heads are in parts");
+  CHECK(plan.packed_heads == 1 || plan.num_whole == 0,
+        asked << ": row tiles of several heads are in parts");
   CHECK(plan.has_parts() || plan.num_splits == 1, asked);
   if (num_splits > 0) {
     CHECK_EQ(plan.num_splits, num_splits, asked);

@@ -184,10 +184,9 @@ int main() {
     const int num_m_tiles = random.integer(1, 10), num_tiles = num_m_tiles * heads;
     float memory = 0.f;  // what makes them exist
     SplitKv split{random.integer(1, 9), random.integer(0, num_tiles), &memory, &memory};
-    check_all_once(
-        TileSchedule::of(num_m_tiles, heads, random.integer(1, heads), group,
-                         random.integer(0, 1) == 1, false, random.integer(0, 40), split),
-        group);
+    check_all_once(TileSchedule::of(num_m_tiles, heads, random.integer(1, heads), group,
+                                    random.integer(0, 1) == 1, false, random.integer(0, 40), split),
+                   group);
   }
   for (int i = 0; i < 2000; ++i) {
     PrefillParams params =
