@@ -43,10 +43,13 @@ class SplitPlanner {
   }
 
  private:
-  static constexpr float kTileCost = 1.f;    // a row tile's beginning and end
-  static constexpr float kPartCost = 2.f;    // a part's, with what it writes and the merging reads
-  static constexpr float kMergeCost = 2.5f;  // the pass that merges
-  static constexpr float kSharedSm = 1.5f;   // of two blocks on an SM each takes so much longer
+  static constexpr float kTileCost = 1.f;        // a row tile's beginning and end
+  static constexpr float kMergeCost = 2.f;       // the pass that merges
+  static constexpr float kSplitCost = 1.f / 16;  // the same, of each part of a row
+  // Of a byte that parts write and the merging reads, for each thread of a block, over the
+  // multiplications of a step: all of the device's memory waits for it.
+  static constexpr float kByteCost = 0.0025f;
+  static constexpr float kSharedSm = 1.5f;  // of two blocks on an SM each takes so much longer
   static constexpr float kWorthwhile = 0.95f;
   static constexpr int kManyRounds = 8;
 
@@ -60,6 +63,15 @@ class SplitPlanner {
     int longest;
     float mean;
   };
+
+  // Of a row of a part.
+  float row_cost() const {
+    const int dims = params_.head_dim_qk + params_.head_dim_vo;
+    const float products = static_cast<float>(kernel_.tile_m) * static_cast<float>(kernel_.tile_n) *
+                           static_cast<float>(dims);
+    const auto bytes = static_cast<float>(2 * sizeof(float) * params_.head_dim_vo);
+    return kByteCost * bytes * static_cast<float>(kernel_.threads) / products;
+  }
 
   // Blocks that run at a time.
   int num_slots() const {
@@ -121,9 +133,11 @@ class SplitPlanner {
                       length.mean + kTileCost);
     };
     const auto parts_cost = [&](int count, int splits) {
-      const auto part = [&](float tiles) { return tiles / static_cast<float>(splits) + kPartCost; };
-      const float longest = static_cast<float>((length.longest + splits - 1) / splits) + kPartCost;
-      return makespan(count * splits, longest, std::min(part(length.mean), longest)) + kMergeCost;
+      const auto part = [&](float tiles) { return tiles / static_cast<float>(splits) + kTileCost; };
+      const float longest = static_cast<float>((length.longest + splits - 1) / splits) + kTileCost;
+      const int64_t rows = int64_t{std::min(params_.qo_len, tile_tokens)} * heads * count * splits;
+      return makespan(count * splits, longest, std::min(part(length.mean), longest)) + kMergeCost +
+             kSplitCost * static_cast<float>(splits) + row_cost() * static_cast<float>(rows);
     };
     const auto costed = [&](int splits, int num_whole) {
       const int in_parts = num_tiles - num_whole;
@@ -137,11 +151,12 @@ class SplitPlanner {
     const float without = best.cost;
     const int most = std::min(length.longest, kMaxSplits);
     const auto consider = [&](int num_whole) {
-      constexpr int kMostRounds = 4;
+      // Parts for a third of the SMs, for half of them, for all, for rounds of them.
+      constexpr int kSixths[] = {2, 3, 6, 12, 18, 24};
       const int in_parts = num_tiles - num_whole;
       if (in_parts <= 0) return;
-      for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
-        const int splits = std::min(rounds * params_.num_sms / in_parts, most);
+      for (int sixths : kSixths) {
+        const int splits = std::min(sixths * params_.num_sms / (6 * in_parts), most);
         if (splits < 2) continue;
         const Costed candidate = costed(splits, num_whole);
         if (candidate.cost < best.cost && candidate.cost < without * kWorthwhile) best = candidate;

@@ -275,6 +275,8 @@ std::string split_plan(std::string backend, std::string dtype, int64_t qo_len, i
   params.kv_len = static_cast<int>(kv_len);
   params.num_qo_heads = static_cast<int>(num_qo_heads);
   params.num_kv_heads = static_cast<int>(num_kv_heads);
+  params.head_dim_qk = static_cast<int>(head_dim_qk);
+  params.head_dim_vo = static_cast<int>(head_dim_vo);
   params.window_left = window(window_left, kv_len);
   params.window_right = window(window_right, qo_len);
   params.num_sms = static_cast<int>(num_sms);

@@ -76,7 +76,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
   // throughout.
   const auto origin = [&] {
     int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
+    if constexpr (Traits::kIsGeneral) asm volatile("" : "+r"(thread));
     return element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
   };
 

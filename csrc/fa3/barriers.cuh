@@ -38,18 +38,22 @@ struct RingBarriers {
   }
 };
 
-// How far a consumer is, in one register: rings count their uses modulo powers of two.
+// How far a consumer is, in one register: rings count their uses modulo powers of two. The two
+// upper bits count row tiles that have been started; below them are KV tiles whose K has been used,
+// of which V lags one behind.
 struct Progress {
-  static constexpr uint32_t kRows = 256;
+  static constexpr int kStepBits = 30;
   uint32_t counts = 0;
 
-  // Row tiles that have been started.
-  CUTLASS_DEVICE uint32_t rows() const { return counts % kRows; }
-  CUTLASS_DEVICE void next_rows() { counts = counts / kRows * kRows + (counts + 1) % kRows; }
+  CUTLASS_DEVICE uint32_t rows() const { return counts >> kStepBits; }
+  // Every row tile makes room for its steps, which take far less than half of the bits.
+  CUTLASS_DEVICE void next_rows() {
+    counts = (counts + (1u << kStepBits)) & ~(1u << (kStepBits - 1));
+  }
 
-  // KV tiles whose K has been used; V lags one behind.
-  CUTLASS_DEVICE uint32_t steps() const { return counts / kRows; }
-  CUTLASS_DEVICE void next_step() { counts += kRows; }
+  // Its lower bits alone mean something.
+  CUTLASS_DEVICE uint32_t steps() const { return counts; }
+  CUTLASS_DEVICE void next_step() { ++counts; }
 };
 
 // Ids of the hardware's 16 named barriers; 0 is __syncthreads.

@@ -47,6 +47,7 @@ struct Consumer {
   const int thread;  // within the warpgroup
   Turn<Traits::kWarpgroups> turn;
   Progress progress;
+  uint32_t q_stage = 0;  // of the row tile started last
 
   CUTE_DEVICE Consumer(typename Traits::SharedStorage& smem_, PrefillParams const& params_,
                        TensorMaps const& maps_, BandMask const& mask_, int warpgroup_)
@@ -223,6 +224,7 @@ struct Consumer {
   // Starts the next row tile; false where it sees no key, or there is none.
   CUTE_DEVICE bool next_rows() {
     afresh(own).q_ring.wait_full(progress.rows());
+    q_stage = progress.rows() % Traits::kQStages;
     progress.next_rows();
     return !rows().order.empty();
   }
@@ -253,8 +255,8 @@ struct Consumer {
           mma_qk.get_slice(thread).partition_fragment_A(q_rows);  // (MMA, MMA_M, MMA_K, PIPE)
       turn.take();
       smem.k_ring.wait_full(progress.steps());
-      start_gemm(mma_qk, q(_, _, _, (progress.rows() - 1) % Traits::kQStages),
-                 k(_, _, _, progress.steps() % Traits::kStages), false, scores, [] {});
+      start_gemm(mma_qk, q(_, _, _, q_stage), k(_, _, _, progress.steps() % Traits::kStages), false,
+                 scores, [] {});
     };
     // `is_pending`: P of the step before waits for its product.
     const auto start_pv = [&](bool is_pending, bool accumulate) {

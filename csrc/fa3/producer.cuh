@@ -97,7 +97,8 @@ struct Producer {
       const int tile_tokens = params.rows.tile_tokens(Traits::kM);
       BandMask band = mask;
       // For all ptxas knows, new: so that sums with it are not kept throughout.
-      if constexpr (Traits::kIsGeneral) asm volatile("" : "+r"(band.window_left));
+      if constexpr (Traits::kIsGeneral)
+        asm volatile("" : "+r"(band.window_left), "+r"(band.qo_len));
       KvTileRange kv_tiles = band.kv_tiles(tile.m_tile * tile_tokens, tile_tokens, Traits::kN);
       if (!tile.is_whole()) kv_tiles = kv_tiles.part(tile.part, params.split.num_splits);
       if (has_custom_mask()) {

@@ -27,6 +27,7 @@ PrefillParams make_params(int qo_len, int kv_len, int num_qo_heads, int num_kv_h
   params.num_qo_heads = num_qo_heads;
   params.num_kv_heads = num_kv_heads;
   params.num_sms = kSms;
+  params.head_dim_qk = params.head_dim_vo = 128;
   params.window_left = qo_len + kv_len;
   params.window_right = causal ? 0 : qo_len + kv_len;
   return params;
@@ -107,7 +108,7 @@ int main() {
     CHECK(!plan_of(make_params(1 << 29, 1 << 29, 256, 256, causal)).has_parts(), "all");
   }
   // A last wave of 52 row tiles on 132 SMs.
-  const SplitPlan tail = plan_of(make_params(2048, 2048, 28, 4, false));
+  const SplitPlan tail = plan_of(make_params(2048, 8192, 28, 4, false));
   CHECK_EQ(tail.num_whole, 3 * kSms);
   CHECK(tail.num_splits > 1, tail.num_splits);
   // One head: row tiles of all lengths, too few of them.
