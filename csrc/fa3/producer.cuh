@@ -119,10 +119,12 @@ struct Producer {
     return Traits::kIsGeneral && params.mask.mixed != nullptr;
   }
 
-  // The kernel before has ended, and what it wrote is there, after this wait, which costs nothing
-  // the second time. All that can be done before comes before: the first look at arguments takes a
-  // microsecond.
-  CUTE_DEVICE static void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+  // The kernel before has ended, and what it wrote is there, after this wait. All that can be done
+  // before comes before, as the first look at arguments takes a microsecond.
+  CUTE_DEVICE void wait_for_inputs() const {
+    const bool has_waited = num_rows > 0;
+    if (!has_waited) asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
 
   // Of the steps in turn.
   CUTE_DEVICE int next_tile(Work& work, int step) const {
@@ -165,13 +167,13 @@ struct Producer {
 
   // Tells each consumer of its rows, and loads Q for them where they see any key.
   CUTE_DEVICE void tell(RowTile rows) {
+    wait_for_inputs();  // consumers may write without any
     for (auto& consumer : smem.consumers) {
       auto& ring = consumer.q_ring;
       ring.wait_empty(num_rows);
       auto& told = consumer.rows[num_rows % Traits::kRowTiles];
       told = rows;
       told.part = schedule.part_of_all(rows.round, blockIdx.x);
-      wait_for_inputs();  // consumers may write without any
       if (rows.order.empty()) {
         compiler_fence();
         ring.full[num_rows % Traits::kQStages].arrive();
