@@ -38,9 +38,10 @@ struct KvTileRange {
   // One of `count` parts.
   PREFILL_HOST_DEVICE KvTileRange part(int index, int count) const {
     if (empty()) return *this;
-    const int64_t tiles = end - begin;
-    return {begin + static_cast<int>(tiles * index / count),
-            begin + static_cast<int>(tiles * (index + 1) / count), full_begin, full_end};
+    const auto tiles = static_cast<uint32_t>(end - begin), parts = static_cast<uint32_t>(count);
+    const int least = static_cast<int>(tiles / parts), longer = static_cast<int>(tiles % parts);
+    const int first = begin + index * least + (index < longer ? index : longer);
+    return {first, first + least + (index < longer ? 1 : 0), full_begin, full_end};
   }
 
   template <int kTileN>

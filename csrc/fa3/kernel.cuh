@@ -31,7 +31,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ PrefillParams params,
                      const __grid_constant__ TensorMaps maps,
-                     const __grid_constant__ TileSchedule schedule) {
+                     const __grid_constant__ TileSchedule schedule, const bool has_per_head) {
   extern __shared__ __align__(1024) char raw_smem[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(raw_smem);
 
@@ -64,7 +64,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const BandMask mask = BandMask::of(params);
   if (threadIdx.x < kWarpgroupThreads) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (threadIdx.x == 0) Producer<Traits>{smem, params, maps, schedule, mask}.run();
+    if (threadIdx.x == 0) {
+      Producer<Traits>{smem, params, maps, schedule, mask, has_per_head}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Consumer<Traits>(smem, params, maps, mask, cutlass::canonical_warp_group_idx() - 1).run();

@@ -45,6 +45,7 @@ struct Producer {
   TensorMaps const& maps;
   TileSchedule const& schedule;
   BandMask const& mask;
+  const bool has_per_head;  // PrefillParams::has_per_head, which is too long to ask each time
   bool redo = false;
   int round = 0;           // of the schedule, to be looked at next
   uint32_t num_rows = 0;   // row tiles told
@@ -134,7 +135,7 @@ struct Producer {
   CUTE_DEVICE RowTile row_tile(Work const& work) const {
     WorkTile const& tile = work.tile;
     if (!tile.exists()) return RowTile::end(redo);
-    if (afresh(params).has_per_head()) wait_for_inputs();
+    if (has_per_head) wait_for_inputs();
     LogitTransform transform;
     float sink = -INFINITY;
     if constexpr (Traits::kIsGeneral) {
