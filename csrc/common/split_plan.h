@@ -34,11 +34,12 @@ class SplitPlanner {
 
   // `num_splits`: so many parts of all row tiles; 0: what is best.
   SplitPlan plan(int num_splits) const {
-    const SplitPlan plain = best(1, num_splits).plan;
+    const Costed single = best(1, num_splits);
     const int heads = most_packed_heads();
     // Long calls fill their row tiles.
-    if (heads == 1 || plain.num_row_tiles > kManyRounds * num_slots()) return plain;
-    const Costed single = best(1, num_splits), packed = best(heads, num_splits);
+    const bool is_long = single.plan.num_row_tiles > kManyRounds * num_slots();
+    if (heads == 1 || is_long) return single.plan;
+    const Costed packed = best(heads, num_splits);
     return packed.cost < single.cost * kWorthwhile ? packed.plan : single.plan;
   }
 

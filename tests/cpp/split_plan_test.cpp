@@ -64,6 +64,9 @@ void check_sane(const PrefillParams& params, const KernelInfo& kernel, int num_s
   CHECK(plan.packed_heads == 1 || plan.num_whole == 0,
         asked << ": row tiles of several heads are in parts");
   CHECK(plan.has_parts() || plan.num_splits == 1, asked);
+  // What bounds the memory for parts: of the rule's own plans.
+  const int slots = kSms * (kernel.threads == kFa2.threads ? 2 : 1);
+  if (num_splits == 0) CHECK(!plan.has_parts() || plan.num_parts() <= 8 * slots, asked);
   if (num_splits > 0) {
     CHECK_EQ(plan.num_splits, num_splits, asked);
     CHECK_EQ(plan.num_whole, 0, asked);
