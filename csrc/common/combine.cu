@@ -7,7 +7,6 @@
 #include <cstring>
 
 #include "common/logits.cuh"
-#include "common/split_plan.h"
 
 namespace prefill {
 namespace {
@@ -17,7 +16,7 @@ constexpr unsigned kWholeWarp = ~0u;
 constexpr int kWarps = 8;
 constexpr int kLaneColumns = 4;
 constexpr int kMaxColumns = 256;
-constexpr int kMaxSplits = SplitPlanner::kMaxSplits;
+constexpr int kMaxSplits = SplitKv::kMaxSplits;
 constexpr int kChunks = kMaxColumns / (kWarpLanes * kLaneColumns);
 
 __device__ uint32_t round_pair(float x, float y, __half) {
@@ -71,8 +70,7 @@ struct PartsOfRow {
     const int of_tile = query / rows.heads, of_block = query % rows.heads;
     const int64_t token = work.m_tile * rows.tile_tokens(merge.tile_m) + of_tile;
     const int64_t head = work.head * rows.heads + of_block;
-    const int row =
-        of_tile / rows.tokens * RowMap::kBlock + of_tile % rows.tokens * rows.heads + of_block;
+    const int row = rows.row(of_tile, of_block);
     return {static_cast<int>(head), int64_t{first_part} * merge.tile_m + row,
             token * merge.results.out.token_stride + head * merge.results.out.head_stride,
             token * merge.results.lse_token_stride + head * merge.results.lse_head_stride,
@@ -89,17 +87,18 @@ struct Weights {
   __device__ static Weights of(const Merge& merge, const PartsOfRow& row, int lane,
                                float* of_parts) {
     const int num_splits = merge.results.split.num_splits;
-    const float* lse = merge.results.split.lse + row.first;
+    const PartLse* lse = merge.results.split.lse + row.first;
     float largest = -INFINITY;
     for (int i = lane; i < num_splits; i += kWarpLanes) {
-      of_parts[i] = lse[int64_t{i} * merge.tile_m];
-      largest = fmaxf(largest, of_parts[i]);
+      largest = fmaxf(largest, lse[int64_t{i} * merge.tile_m].logit);
     }
     largest = reduce_warp(largest, [](float x, float y) { return fmaxf(x, y); });
+    // Relative to it sums of weights stay in range: no part's are above 2^40.
     const float base = largest == -INFINITY ? 0.f : largest;
     float sum = 0.f;
     for (int i = lane; i < num_splits; i += kWarpLanes) {
-      of_parts[i] = exp2_approx(of_parts[i] - base);
+      const PartLse part = lse[int64_t{i} * merge.tile_m];
+      of_parts[i] = exp2_approx(part.logit - base + part.sum);
       sum += of_parts[i];
     }
     sum = reduce_warp(sum, [](float x, float y) { return x + y; });

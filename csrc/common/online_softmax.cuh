@@ -155,11 +155,14 @@ struct OnlineSoftmax {
   // No key was seen: the sum of a row with keys is at least that of its maximum, 1 (or NaN).
   CUTE_DEVICE bool row_is_empty(int r) const { return row_sum[r] == 0.f; }
 
-  // log2 of the sum of exp(logit); -inf for an empty row.
+  // log2 of the sum of exp(logit), in two numbers; -inf for an empty row.
+  CUTE_DEVICE PartLse part_lse(int r, bool with_care) const {
+    if (row_is_empty(r)) return {-INFINITY, 0.f};
+    return {rounded_logit(row_max[r]), residue(row_max[r], with_care) + log2f(row_sum[r])};
+  }
   CUTE_DEVICE float row_lse(int r, bool with_care) const {
-    return row_is_empty(r)
-               ? -INFINITY
-               : rounded_logit(row_max[r]) + residue(row_max[r], with_care) + log2f(row_sum[r]);
+    const PartLse lse = part_lse(r, with_care);
+    return lse.logit + lse.sum;
   }
 
   // The same with a sink, a logit in base-2 units that has no key; -inf is none.

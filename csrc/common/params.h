@@ -49,13 +49,23 @@ struct MaskTiles {
   PREFILL_HOST_DEVICE int num_words() const { return (num_kv_tiles + 31) / 32; }
 };
 
+// An LSE in base 2 in two numbers, of which it is the sum: the logit that weights are relative to,
+// and log2 of what they add up to. Of steep logits one number would keep nothing of the latter, and
+// parts of a row could not be weighed against each other.
+struct alignas(8) PartLse {
+  float logit;  // -inf: no key is seen
+  float sum;
+};
+
 // Split-KV: row tiles of which parts of the KV tiles are worked on apart, and merged (combine.h).
 struct SplitKv {
+  static constexpr int kMaxSplits = 256;
+
   int num_splits = 1;  // parts of a row tile
-  int num_whole =
-      0;  // row tiles over all heads, in the order of the schedule, before those in parts
-  float* out = nullptr;  // [parts][tile_m][head_dim_vo of the class]; null: all are whole
-  float* lse = nullptr;  // [parts][tile_m], in base 2
+  // Row tiles over all heads, in the order of the schedule, before those in parts.
+  int num_whole = 0;
+  float* out = nullptr;    // [parts][tile_m][head_dim_vo of the class]; null: all are whole
+  PartLse* lse = nullptr;  // [parts][tile_m]
 
   PREFILL_HOST_DEVICE bool exists() const { return out != nullptr; }
 };

@@ -18,8 +18,8 @@ CUTE_DEVICE void store_part_lse(SplitKv const& split, Softmax const& softmax, bo
   if (get<1>(coordinates(_0{}, _0{})) != 0) return;
   CUTE_UNROLL
   for (int r = 0; r < Softmax::kRows; ++r) {
-    split.lse[first_part + static_cast<int>(get<0>(coordinates(r, _0{})))] =
-        softmax.row_lse(r, with_care);
+    const int row = first_part + static_cast<int>(get<0>(coordinates(r, _0{})));
+    split.lse[row] = softmax.part_lse(r, with_care);
   }
 }
 

@@ -10,7 +10,7 @@ namespace prefill {
 // Rows come in blocks of 64: the same tokens of `heads` query heads of one KV head, token by token,
 // heads side by side. So short calls fill row tiles, and read K and V once for all these heads. By
 // default a block is 64 tokens of one head. Rows in which no token has room for all heads are
-// spare.
+// spare; in masks they count as the first of the next block.
 struct RowMap {
   static constexpr int kBlock = 64;
 
@@ -38,6 +38,10 @@ struct RowMap {
   PREFILL_HOST_DEVICE int head(int row) const {
     return row % kBlock - token_in_block(row % kBlock) * heads;
   }
+  PREFILL_HOST_DEVICE int row(int token, int head) const {
+    return token / tokens * kBlock + token % tokens * heads + head;
+  }
+
   PREFILL_HOST_DEVICE bool exists(int row, int qo_len) const {
     return row % kBlock < rows() && token(row) < qo_len;
   }

@@ -19,15 +19,13 @@ struct SplitPlan {
   int num_whole = 0;      // of these
 
   bool has_parts() const { return num_whole < num_row_tiles; }
-  int num_parts() const { return (num_row_tiles - num_whole) * num_splits; }
+  int64_t num_parts() const { return int64_t{num_row_tiles - num_whole} * num_splits; }
 };
 
 // What a plan takes, by rule of thumb: in units of the work on one KV tile of one row tile, which
 // is 1.2 us for fa3 at head dim 128 (docs/tuning.md).
 class SplitPlanner {
  public:
-  static constexpr int kMaxSplits = 256;
-
   // `can_pack`: nothing differs between heads of a KV head but their queries.
   SplitPlanner(const PrefillParams& params, const KernelInfo& kernel, bool can_pack)
       : params_(params), kernel_(kernel), can_pack_(can_pack) {}
@@ -74,7 +72,7 @@ class SplitPlanner {
     return kByteCost * bytes * static_cast<float>(kernel_.threads) / products;
   }
 
-  // Blocks that run at a time.
+  // Blocks that run at a time, by their registers. fa2 has fewer where shared memory is scarce.
   int num_slots() const {
     constexpr int kRegisters = 65536, kThreadRegisters = 256;
     return params_.num_sms * std::max(kRegisters / (kThreadRegisters * kernel_.threads), 1);
@@ -83,7 +81,7 @@ class SplitPlanner {
   // How much longer `count` blocks take than one alone, as they share SMs.
   float slowdown(int count) const { return count > params_.num_sms ? kSharedSm : 1.f; }
 
-  // All heads of a KV head, or the most of them that fill blocks evenly.
+  // The most of a KV head's heads that a block has rows for and that divide the group.
   int most_packed_heads() const {
     const int group = params_.num_qo_heads / params_.num_kv_heads;
     if (!can_pack_) return 1;
@@ -150,7 +148,7 @@ class SplitPlanner {
 
     Costed best = heads > 1 ? costed(1, 0) : costed(1, num_tiles);
     const float without = best.cost;
-    const int most = std::min(length.longest, kMaxSplits);
+    const int most = std::min(length.longest, SplitKv::kMaxSplits);
     const auto consider = [&](int num_whole) {
       // Parts for a third of the SMs, for half of them, for all, for rounds of them.
       constexpr int kSixths[] = {2, 3, 6, 12, 18, 24};

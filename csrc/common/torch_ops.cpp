@@ -32,6 +32,12 @@ Backend parse_backend(const std::string& backend) {
   return Backend::fa3;
 }
 
+DType parse_dtype(const std::string& dtype) {
+  if (dtype == name(DType::float16)) return DType::float16;
+  STD_TORCH_CHECK(dtype == name(DType::bfloat16), "dtype must be float16 or bfloat16, got ", dtype);
+  return DType::bfloat16;
+}
+
 DType dtype_of(const Tensor& tensor) {
   if (tensor.scalar_type() == ScalarType::Half) return DType::float16;
   STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::BFloat16,
@@ -188,8 +194,8 @@ Tensor prepare_inputs(const Tensor& q, PreparePass& pass, DType dtype, PrefillPa
 
 SplitPlan plan_of(const PrefillParams& params, const KernelInfo& kernel, bool packs,
                   int64_t num_splits) {
-  STD_TORCH_CHECK(num_splits >= 0 && num_splits <= SplitPlanner::kMaxSplits,
-                  "num_splits is 0 or one of 1..256");
+  STD_TORCH_CHECK(num_splits >= 0 && num_splits <= SplitKv::kMaxSplits, "num_splits is one of 0..",
+                  SplitKv::kMaxSplits, ", got ", num_splits);
   return SplitPlanner(params, kernel, packs).plan(static_cast<int>(num_splits));
 }
 
@@ -202,12 +208,15 @@ bool can_pack(const PrefillParams& params) {
 std::optional<Tensor> follow(const SplitPlan& plan, const KernelEntry& kernel, const Tensor& q,
                              PrefillParams& params) {
   if (!plan.has_parts()) return std::nullopt;
-  const int64_t rows = int64_t{plan.num_parts()} * kernel.info().tile_m;
+  constexpr int64_t kLseFloats = sizeof(PartLse) / sizeof(float);
+  const int64_t rows = plan.num_parts() * kernel.info().tile_m;
+  STD_TORCH_CHECK(rows <= std::numeric_limits<int>::max(), "num_splits ", plan.num_splits,
+                  " makes too many parts of this call");
   const int64_t values = rows * kernel.head_dim_vo;
-  Tensor workspace = torch::stable::new_empty(q, {values + rows}, ScalarType::Float);
+  Tensor workspace = torch::stable::new_empty(q, {values + kLseFloats * rows}, ScalarType::Float);
   auto* data = static_cast<float*>(workspace.data_ptr());
   params.rows = RowMap::of(plan.packed_heads);
-  params.split = {plan.num_splits, plan.num_whole, data, data + values};
+  params.split = {plan.num_splits, plan.num_whole, data, reinterpret_cast<PartLse*>(data + values)};
   return workspace;
 }
 
@@ -263,9 +272,9 @@ std::string split_plan(std::string backend, std::string dtype, int64_t qo_len, i
                        int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim_qk,
                        int64_t head_dim_vo, int64_t window_left, int64_t window_right, bool packs,
                        int64_t num_sms, int64_t num_splits) {
-  const KernelEntry* kernel = find_kernel(
-      parse_backend(backend), dtype == name(DType::float16) ? DType::float16 : DType::bfloat16,
-      static_cast<int>(head_dim_qk), static_cast<int>(head_dim_vo));
+  const KernelEntry* kernel =
+      find_kernel(parse_backend(backend), parse_dtype(dtype), static_cast<int>(head_dim_qk),
+                  static_cast<int>(head_dim_vo));
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
                   head_dim_qk, " and ", head_dim_vo);
   STD_TORCH_CHECK(qo_len > 0 && kv_len > 0 && num_kv_heads > 0 && num_qo_heads > 0 && num_sms > 0,

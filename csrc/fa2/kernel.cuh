@@ -1,4 +1,4 @@
-// One block computes one tile of query rows of one head.
+// One block computes one tile of query rows, or a part of it.
 #pragma once
 
 #include "common/logits.cuh"

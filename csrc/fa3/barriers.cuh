@@ -42,7 +42,7 @@ struct RingBarriers {
 // upper bits count row tiles that have been started; below them are KV tiles whose K has been used,
 // of which V lags one behind.
 struct Progress {
-  static constexpr int kStepBits = 30;
+  static constexpr int kStepBits = 30, kRows = 1 << (32 - kStepBits);
   uint32_t counts = 0;
 
   CUTLASS_DEVICE uint32_t rows() const { return counts >> kStepBits; }

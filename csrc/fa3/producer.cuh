@@ -168,7 +168,7 @@ struct Producer {
 
   // Tells each consumer of its rows, and loads Q for them where they see any key.
   CUTE_DEVICE void tell(RowTile rows) {
-    wait_for_inputs();  // consumers may write without any
+    wait_for_inputs();  // also where there is no Q: consumers write
     for (auto& consumer : smem.consumers) {
       auto& ring = consumer.q_ring;
       ring.wait_empty(num_rows);
@@ -203,7 +203,8 @@ struct Producer {
       for (int step = 0; step == 0 || step < count; ++step) {
         const int tile = count > 0 ? next_tile(work, step) : 0;
         bool tells = step == 0 && !is_told;
-        const bool k_is_last = num_rows == 0;  // the first of all: all of telling is done by then
+        // K of the very first after telling, which waits for the kernel before.
+        const bool k_is_last = num_rows == 0;
         if (count > 0 && !k_is_last) load_k(tile, work.tile.kv_head);
         load_pending_v();  // where there is no K to load, consumers finish what they have
         Work news = work;

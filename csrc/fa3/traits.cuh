@@ -77,7 +77,9 @@ struct Traits {
   // before is still to be written.
   static constexpr int kRowTiles = 4;
   static_assert(kRowTiles >= kQStages + 2, "a row tile would be told over one that is in use");
-  static_assert((kRowTiles & (kRowTiles - 1)) == 0, "row tiles are counted modulo a power of two");
+  static_assert(kRowTiles <= Progress::kRows && 2 * kQStages <= Progress::kRows &&
+                    (kRowTiles & (kRowTiles - 1)) == 0,
+                "row tiles are counted modulo a power of two");
 
   // Rows of up to so many keys, in whole KV tiles, are done with care at once (csrc/fa3/README.md).
   static constexpr int kShortRow = 640;

@@ -38,7 +38,9 @@ def split_plan(
     `num_splits` as in `ops.run`: 0 for the rule's own choice.
     """
     window_left, window_right = ops.bounds(request)
-    packs = request.pos_encoding_mode != "ALIBI" and request.scale_q is None
+    scale_q = request.scale_q
+    is_one_scale = scale_q is None or scale_q.stride(0) == 0
+    packs = request.pos_encoding_mode != "ALIBI" and is_one_scale
     answer = _ask(
         backend,
         support.dtype_name(request.q.dtype),

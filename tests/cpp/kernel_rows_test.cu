@@ -273,9 +273,8 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   params.head_dim_qk = dims.qk;
   params.head_dim_vo = dims.vo;
   CHECK_CUDA(cudaDeviceGetAttribute(&params.num_sms, cudaDevAttrMultiProcessorCount, 0));
-  const int unbounded = test.qo_len + test.kv_len;
-  params.window_left = test.window_left == kUnbounded ? unbounded : test.window_left;
-  params.window_right = test.window_right == kUnbounded ? unbounded : test.window_right;
+  params.window_left = test.window_left == kUnbounded ? test.kv_len : test.window_left;
+  params.window_right = test.window_right == kUnbounded ? test.qo_len : test.window_right;
   params.sm_scale = 1.f / std::sqrt(static_cast<float>(dims.qk));
   params.v_scale = 1.f;
   params.lse_scale = 1.f;

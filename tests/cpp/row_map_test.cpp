@@ -19,6 +19,7 @@ void check_map(int heads, int qo_len) {
     const int token = rows.token(row), head = rows.head(row);
     CHECK(0 <= token && token < qo_len && 0 <= head && head < heads,
           heads << " heads, row " << row << ": token " << token << ", head " << head);
+    CHECK_EQ(rows.row(token, head), row, heads << " heads");
     CHECK_EQ(row % RowMap::kBlock, token % rows.tokens * heads + head, heads << " heads");
     ++visits.at(token * heads + head);
   }

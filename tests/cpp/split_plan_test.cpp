@@ -28,8 +28,8 @@ PrefillParams make_params(int qo_len, int kv_len, int num_qo_heads, int num_kv_h
   params.num_kv_heads = num_kv_heads;
   params.num_sms = kSms;
   params.head_dim_qk = params.head_dim_vo = 128;
-  params.window_left = qo_len + kv_len;
-  params.window_right = causal ? 0 : qo_len + kv_len;
+  params.window_left = kv_len;
+  params.window_right = causal ? 0 : qo_len;
   return params;
 }
 
@@ -60,7 +60,7 @@ void check_sane(const PrefillParams& params, const KernelInfo& kernel, int num_s
                             (params.num_qo_heads / plan.packed_heads);
   CHECK_EQ(plan.num_row_tiles, row_tiles, asked);
   CHECK(plan.num_whole >= 0 && plan.num_whole <= plan.num_row_tiles, asked);
-  CHECK(plan.num_splits >= 1 && plan.num_splits <= SplitPlanner::kMaxSplits, asked);
+  CHECK(plan.num_splits >= 1 && plan.num_splits <= prefill::SplitKv::kMaxSplits, asked);
   CHECK(plan.packed_heads == 1 || plan.num_whole == 0,
         asked << ": row tiles of several heads are in parts");
   CHECK(plan.has_parts() || plan.num_splits == 1, asked);

@@ -43,6 +43,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "RoPE": ({"pos_encoding_mode": "ROPE_LLAMA"}, {}),
     "q scales per head": ({"scale_q": SCALES}, {"packs": False}),
     "a q scale": ({"scale_q": 2.0}, {}),
+    "one q scale in a tensor": ({"scale_q": torch.tensor([2.0])}, {}),
     "k and v scales": ({"scale_k": torch.ones(HK), "v_scale": torch.tensor(2.0)}, {}),
     "soft cap and sinks": ({"logits_soft_cap": 30.0, "sinks": SLOPES}, {}),
     "fa2": ({"backend": "fa2"}, {"backend": "fa2"}),

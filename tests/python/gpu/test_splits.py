@@ -290,3 +290,44 @@ def test_the_rule_leaves_short_keys_whole(backend: str) -> None:
     ledger = Ledger()
     ledger.result("8 keys", *run(tensors, backend, 0), expect(*tensors))
     ledger.finish()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_last_row_tiles_alone(backend: str, sinks: bool, dtype: torch.dtype) -> None:
+    """Where row tiles are a few more than blocks, and so the last of them are in parts."""
+    for heads in range(140, 900, 40):
+        tensors = inputs(128, 4096, (64, 64), dtype, (heads, heads))
+        told = explain(*tensors, backend=backend)
+        if 0 < told.num_whole_tiles < told.num_row_tiles:
+            break
+    else:
+        pytest.fail("no number of heads leaves a part of a last wave")
+    arguments = {"sinks": per_head(heads, -3.0, 8.0)} if sinks else {}
+    ledger = Ledger()
+    ledger.result("out", *run(tensors, backend, 0, **arguments), expect(*tensors, **arguments))
+    # Rows whose weights leave the range of the first attempt, among both kinds of row tiles.
+    q, k, v = (x.clone() for x in tensors)
+    q[::5, ::3] *= 30
+    ledger.result("steep", *run((q, k, v), backend, 0, **arguments), expect(q, k, v, **arguments))
+    ledger.finish()
+
+
+@pytest.mark.parametrize("logit", [-1e9, -1e5, 0.0, 3e3, 1e4, 1e5, 1e7, 1e9])
+@pytest.mark.parametrize("num_splits", [0, 2, 3, 13, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_steep_rows(
+    backend: str, dtype: torch.dtype, num_splits: int, logit: float
+) -> None:
+    """Parts with unlike numbers of keys, all alike: weighed by their numbers at any logit."""
+    qo_len, kv_len, heads = 3, 4227, (16, 2)
+    _, _, v = inputs(qo_len, kv_len, dtype=dtype, heads=heads)
+    v += torch.linspace(-4, 4, kv_len, device="cuda")[:, None, None].to(dtype)  # parts differ
+    q = torch.ones(qo_len, heads[0], 128, dtype=dtype, device="cuda")
+    k = torch.ones(kv_len, heads[1], 128, dtype=dtype, device="cuda")
+    ledger = Ledger()
+    for arguments in ({}, {"causal": True}, {"sinks": torch.full((16,), logit, device="cuda")}):
+        arguments = {"sm_scale": logit / 128, **arguments}
+        out, lse = run((q, k, v), backend, num_splits, **arguments)
+        ledger.result(f"{list(arguments)}", out, lse, expect(q, k, v, **arguments))
+    ledger.finish()
