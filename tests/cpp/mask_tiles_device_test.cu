@@ -35,6 +35,7 @@ std::vector<uint8_t> lay_out(const MaskCase& test, const MaskSource& source, cud
   PrefillParams params{};
   params.qo_len = test.qo_len;
   params.kv_len = test.kv_len;
+  params.rows = test.rows;
   params.window_left = test.window_left;
   params.window_right = test.window_right;
   std::vector<uint8_t> result(test.counts().workspace_bytes());
