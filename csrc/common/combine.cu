@@ -90,34 +90,25 @@ struct Weights {
     const PartLse* lse = merge.results.split.lse + row.first;
     float largest = -INFINITY;
     for (int i = lane; i < num_splits; i += kWarpLanes) {
-      largest = fmaxf(largest, lse[int64_t{i} * merge.tile_m].logit);
+      largest = fmaxf(largest, lse[int64_t{i} * merge.tile_m].score);
     }
-    const auto larger = [](float x, float y) { return fmaxf(x, y); };
-    largest = reduce_warp(largest, larger);
-    // Of the parts with that logit the largest sum: it holds what rounding took from the logit,
-    // which is as large as steep logits are apart. Relative to both, no part's weights exceed 2^40.
-    float largest_sum = -INFINITY;
-    for (int i = lane; i < num_splits; i += kWarpLanes) {
-      const PartLse part = lse[int64_t{i} * merge.tile_m];
-      if (part.logit == largest) largest_sum = fmaxf(largest_sum, part.sum);
-    }
-    largest_sum = reduce_warp(largest_sum, larger);
-    const PartLse base{largest == -INFINITY ? 0.f : largest,
-                       largest_sum == -INFINITY ? 0.f : largest_sum};
+    largest = reduce_warp(largest, [](float x, float y) { return fmaxf(x, y); });
+    const float base = largest == -INFINITY ? 0.f : largest, multiplier = lse->multiplier;
+    // No part's weights add up to more than 2^40: nothing overflows.
     float sum = 0.f;
     for (int i = lane; i < num_splits; i += kWarpLanes) {
       const PartLse part = lse[int64_t{i} * merge.tile_m];
-      of_parts[i] = exp2_approx((part.logit - base.logit) + (part.sum - base.sum));
+      of_parts[i] = exp2_approx(fmaf(part.score - base, multiplier, part.sum));
       sum += of_parts[i];
     }
     sum = reduce_warp(sum, [](float x, float y) { return x + y; });
     const float sink = merge.sinks.at(row.head, -INFINITY) * kLog2e;
-    const float total = sum + exp2_approx((sink - base.logit) - base.sum);
+    const float total = sum + exp2_approx(fmaf(-base, multiplier, sink));
     for (int i = lane; i < num_splits; i += kWarpLanes) {
       of_parts[i] = sum == 0.f ? 0.f : __fdividef(of_parts[i], total);
     }
     __syncwarp();
-    const float keys = sum == 0.f ? -INFINITY : base.logit + (base.sum + log2f(sum));
+    const float keys = sum == 0.f ? -INFINITY : fmaf(base, multiplier, log2f(sum));
     return {of_parts, lse_with_sink(keys, sink)};
   }
 };

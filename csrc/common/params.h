@@ -49,12 +49,13 @@ struct MaskTiles {
   PREFILL_HOST_DEVICE int num_words() const { return (num_kv_tiles + 31) / 32; }
 };
 
-// An LSE in base 2 in two numbers, of which it is the sum: the logit that weights are relative to,
-// and log2 of what they add up to. Of steep logits one number would keep nothing of the latter, and
-// parts of a row could not be weighed against each other.
-struct alignas(8) PartLse {
-  float logit;  // -inf: no key is seen
-  float sum;
+// The LSE in base 2 of a row of a part: score * multiplier + sum. Kept apart, as one number would
+// keep nothing of the sum where logits are steep, and parts could not be weighed against each
+// other.
+struct alignas(16) PartLse {
+  float score;       // the largest, which weights are relative to; -inf: no key is seen
+  float multiplier;  // that makes logits of scores: the same in all parts of a row
+  float sum;         // log2 of what the weights add up to
 };
 
 // Split-KV: row tiles of which parts of the KV tiles are worked on apart, and merged (combine.h).
