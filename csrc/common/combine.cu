@@ -33,6 +33,14 @@ __device__ uint32_t round_pair(float x, float y, __nv_bfloat16) {
   return bits;
 }
 
+template <class T>
+__device__ void store_four(T* to, const float4& four) {
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(round_pair(four.x, four.y, T{}), round_pair(four.z, four.w, T{}));
+}
+
+__device__ void store_four(float* to, const float4& four) { *reinterpret_cast<float4*>(to) = four; }
+
 template <class Combine>
 __device__ float reduce_warp(float x, Combine const& combine) {
 #pragma unroll
@@ -140,11 +148,7 @@ struct Columns {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int column = (chunk * kWarpLanes + lane) * kLaneColumns;
-      const float4& four = chunks[chunk];
-      if (column < columns) {
-        *reinterpret_cast<uint2*>(row + column) =
-            make_uint2(round_pair(four.x, four.y, T{}), round_pair(four.z, four.w, T{}));
-      }
+      if (column < columns) store_four(row + column, chunks[chunk]);
     }
   }
 };
@@ -208,7 +212,7 @@ __global__ void __launch_bounds__(kWarps* kWarpLanes)
 }  // namespace
 
 cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, int tile_m,
-                    int columns, DType dtype, bool programmatic, cudaStream_t stream) {
+                    int columns, bool programmatic, cudaStream_t stream) {
   constexpr int kWarpParts = 4;  // that are worth a warp
   const int num_splits = params.split.num_splits;
   if (num_splits > kMaxSplits || columns > kMaxColumns) return cudaErrorInvalidValue;
@@ -230,8 +234,15 @@ cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, i
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
-  return dtype == DType::float16 ? cudaLaunchKernelEx(&config, combine_rows<__half>, merge)
-                                 : cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
+  switch (params.out_type) {
+    case OutputType::float16:
+      return cudaLaunchKernelEx(&config, combine_rows<__half>, merge);
+    case OutputType::bfloat16:
+      return cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
+    case OutputType::float32:
+      return cudaLaunchKernelEx(&config, combine_rows<float>, merge);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace prefill

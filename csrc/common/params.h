@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/kernel_key.h"
 #include "common/row_map.h"
 
 namespace prefill {
@@ -108,6 +109,7 @@ struct PrefillParams {
   PerHead alibi_slopes;  // [num_qo_heads]; none: slopes by the rule (logits.cuh)
   PerHead sinks;         // [num_qo_heads]: a logit that joins the sum of weights, without a value
   float lse_scale;       // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
+  OutputType out_type;   // of `out`; where it is not the kernel's, all row tiles are in parts
 
   PREFILL_HOST_DEVICE bool has_per_head() const {
     return scale_q.data != nullptr || scale_k.data != nullptr || scale_v.data != nullptr ||

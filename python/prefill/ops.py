@@ -1,10 +1,10 @@
 """Runs a resolved request: the native op with kernel-ready tensors, or the reference.
 
 Kernels read q, k, v and write out through any outer strides, but want the last dimension dense,
-rows at multiples of 8 elements and 16-byte aligned bases. float8 tensors follow the same rule: the
-pass that widens them reads 8 elements at a time. Masks, bool or packed, are read at any address and
-with any row stride, but want a dense last dimension too. What is not so is copied here, and
-`explain` says so.
+rows at multiples of 8 elements and 16-byte aligned bases. float8 tensors and float32 outputs follow
+the same rule: the passes that widen and merge take 8 elements, or 4, at a time. Masks, bool or
+packed, are read at any address and with any row stride, but want a dense last dimension too. What
+is not so is copied here, and `explain` says so.
 
 Two ops, one signature. `prefill::attention` is the library's. `prefill::prepared_attention` is
 Python's: it prepares the tensors, then calls the former. Eager calls run that function directly; a

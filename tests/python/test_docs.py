@@ -33,7 +33,7 @@ def test_code(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_with_code_are_found() -> None:
-    assert {"README.md", "docs/flashinfer.md", "docs/masks.md"} <= set(PAGES)
+    assert {"README.md", "docs/flashinfer.md", "docs/fp8.md", "docs/masks.md"} <= set(PAGES)
 
 
 def test_links() -> None:
