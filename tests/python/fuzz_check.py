@@ -149,7 +149,7 @@ def _outcome_of_garbage(case: FuzzCase, inputs: Inputs, device: str) -> Outcome:
 
 
 def leave_nan_behind(device: str) -> None:
-    """In memory that torch gives away next: results and scratch that nothing was written to show."""
+    """In memory that torch gives away next: what is read before it is written then shows."""
     if device != "cpu":
         freed = [torch.full((1 << bits,), math.nan, device=device) for bits in range(7, 22)]
         del freed
