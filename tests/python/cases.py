@@ -140,7 +140,8 @@ class Call:
     results: dict[str, Guarded]
 
 
-def make_call(case: Case, device: str) -> Call:
+def make_tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, dense and NHD-shaped."""
     heads = case.group * case.kv_heads
     (dim_qk, dim_vo), dtypes = case.head_dims, case.dtypes
     q = normal(case.qo_len, heads, dim_qk, dtype=dtypes[0], device=device)
@@ -148,7 +149,15 @@ def make_call(case: Case, device: str) -> Call:
     v = normal(case.kv_len, case.kv_heads, dim_vo, dtype=dtypes[2], seed=2, device=device)
     if case.nan_key:
         k[case.kv_len // 2, 0] = math.nan
+    return q, k, v
 
+
+def make_call(
+    case: Case, device: str, tensors: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Call:
+    """The case's call, of its own tensors or of such as those of `make_tensors`."""
+    q, k, v = make_tensors(case, device) if tensors is None else tensors
+    heads = case.group * case.kv_heads
     common: dict[str, Any] = {
         "window_left": case.window_left,
         "logits_soft_cap": case.soft_cap,
@@ -230,13 +239,21 @@ def masks(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def views(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v where the case wants them."""
-    if case.view != "dense":
-        q, k, v = (relaid(x, case.view) for x in (q, k, v))
-    if case.kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
-        if case.view == "dense":
-            k, v = k.contiguous(), v.contiguous()
-    return q, k, v
+    return (
+        placed(q, case.view, "NHD"),
+        placed(k, case.view, case.kv_layout),
+        placed(v, case.view, case.kv_layout),
+    )
+
+
+def placed(x: Tensor, view: str, kv_layout: str) -> Tensor:
+    """[length, heads, head_dim] as such a view, with the dimensions that the layout wants."""
+    if view != "dense":
+        x = relaid(x, view)
+    if kv_layout == "NHD":
+        return x
+    x = x.transpose(0, 1)
+    return x.contiguous() if view == "dense" else x
 
 
 def given_results(case: Case, heads: int, device: str) -> dict[str, Guarded]:

@@ -1,0 +1,132 @@
+"""The calls that `scripts/sanitize` runs under compute-sanitizer: every kernel, every pass, small.
+
+    python tests/python/sanitizer_set.py [--check]
+
+Each row of the kernel table meets each of `VARIANTS`, which between them take both of its score
+variants, all masks, sinks, rotation, widening, splitting, merging and packed heads, in tiles that
+are full, ragged and alone. Tensors are allocations of their own, without fences: the sanitizer sees
+what is read beside them. `--check` holds the results against float64 instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+from cases import E4M3, E5M2, make_call, make_tensors, placed
+from fuzz_cases import FuzzCase, fuzzed
+from fuzz_check import outcome, synchronize
+from prefill import single_prefill_with_kv_cache, support
+from prefill.request import FP8_DTYPES
+from prefill.support import Kernel
+from split_cases import split_attention
+
+EVERYTHING: dict[str, Any] = {
+    "soft_cap": 30.0,
+    "position": "ALiBi",
+    "sinks": True,
+    "scale_q": "per head",
+    "scale_k": "per head",
+    "scale_v": "per head",
+    "lse": "transposed",
+    "out": "wide",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"qo_len": 128, "kv_len": 384, "lse": "new"},
+    "one row": {"qo_len": 1, "kv_len": 1, "lse": "new"},
+    "causal": {"qo_len": 150, "kv_len": 300, "mask": "causal"},
+    "rows without keys": {"qo_len": 200, "kv_len": 70, "mask": "causal", "lse": "new"},
+    "window": {"qo_len": 70, "kv_len": 400, "mask": "causal", "window_left": 90},
+    "bool mask": {"qo_len": 67, "kv_len": 201, "mask": "bool, rows apart", "window_left": 120},
+    "packed mask": {"qo_len": 67, "kv_len": 201, "mask": "packed, odd address", "lse": "new"},
+    "everything": {"qo_len": 131, "kv_len": 259, "mask": "bool", **EVERYTHING},
+    "split": {"qo_len": 9, "kv_len": 700, "group": 4, "num_splits": 3, "lse": "new"},
+    "split, everything": {"qo_len": 40, "kv_len": 600, "mask": "packed", "num_splits": 5}
+    | EVERYTHING,
+    "rotated": {"qo_len": 75, "kv_len": 150, "position": "RoPE", "mask": "causal", "group": 3},
+    "views": {
+        "qo_len": 75,
+        "kv_len": 150,
+        "kv_layout": "HND",
+        "layouts": ("fused", "in a cache of heads first", "wide heads"),
+    },
+    "copies": {
+        "qo_len": 33,
+        "kv_len": 65,
+        "layouts": ("odd strides", "last dim apart", "odd address"),
+        "out": "odd strides",
+        "mask": "bool, columns apart",
+    },
+}
+WIDENED = ((E4M3, E5M2), (E5M2, E4M3))
+"""float8 k and v of a 16-bit q."""
+
+
+def cases_of(kernel: Kernel) -> Iterator[tuple[str, FuzzCase]]:
+    """The named cases of a row; head dims of its class, and 8 less."""
+    dtype = getattr(torch, kernel.dtype)
+    dims = (kernel.head_dim_qk, kernel.head_dim_vo)
+    plain = fuzzed(backend=kernel.backend, dtypes=(dtype,) * 3, head_dims=dims)
+    for name, choices in VARIANTS.items():
+        yield name, replace(plain, **choices)
+    ragged = (dims[0] - 8, dims[1] - 8)
+    yield "narrow heads", replace(plain, head_dims=ragged, **VARIANTS["causal"])
+    if dtype not in FP8_DTYPES:
+        for k, v in WIDENED:
+            widened = replace(
+                plain, dtypes=(dtype, k, v), qo_len=70, kv_len=150, scale_v="per head"
+            )
+            yield f"widened {k}, {v}", widened
+        yield "widened and rotated", replace(widened, position="RoPE, scaled", mask="packed")
+
+
+def launch(case: FuzzCase, device: str) -> None:
+    tensors = make_tensors(case, device)
+    call = make_call(case, device, tensors)
+    q, k, v = (
+        placed(x, layout, "NHD" if x is tensors[0] else case.kv_layout)
+        for x, layout in zip(tensors, case.layouts, strict=True)
+    )
+    attention: Any = single_prefill_with_kv_cache
+    if case.num_splits:
+        attention = partial(split_attention, num_splits=case.num_splits)
+    attention(q, k, v, backend=case.backend, **call.arguments)
+    synchronize(device)
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", help="one backend's kernels; default: all")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--check", action="store_true", help="compare the results with float64")
+    args = parser.parse_args(given)
+    build = support.native().build
+    assert build is not None, support.native().missing
+    calls, rows, wrong = 0, [], []
+    for kernel in build.kernels:
+        if args.backend in (None, kernel.backend):
+            rows.append(kernel.name)
+            for name, case in cases_of(kernel):
+                calls += 1
+                if not args.check:
+                    launch(case, args.device)
+                elif (found := outcome(case, args.device)).kind != "passed":
+                    wrong.append(f"{kernel.name}, {name}: {found.kind}: {found.text}")
+    print(json.dumps({"kernels": rows, "calls": calls, "wrong": wrong}), flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""The set of calls for compute-sanitizer, without a GPU: it touches what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import sanitizer_set
+from fakes import CLASSES, DTYPES, StubKernel, library, pretend
+from fuzz_check import outcome
+from prefill import support
+from sanitizer_set import VARIANTS, cases_of, launch
+
+BUILD = library().build
+assert BUILD is not None
+ROWS = {kernel.name: kernel for kernel in BUILD.kernels}
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubKernel:
+    return pretend(monkeypatch)
+
+
+def test_every_row_is_touched(
+    stub: StubKernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(sanitizer_set, "launch", lambda case, device: launched.append(case))
+    assert sanitizer_set.main(["--device=cpu"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kernels"] == list(ROWS)
+    assert told["calls"] == len(launched) >= len(ROWS) * (len(VARIANTS) + 1)
+    found = set()
+    for case in launched:
+        dtype = support.dtype_name(case.dtypes[0])
+        kernel = support.find_kernel(BUILD, case.backend, dtype, *case.head_dims)
+        assert kernel is not None
+        found.add(kernel.name)
+    assert found == set(ROWS)
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_every_pass_is_touched(stub: StubKernel, backend: str) -> None:
+    for _, case in cases_of(ROWS[f"{backend}_float16_64x64"]):
+        launch(case, "cpu")
+    calls = stub.calls
+    assert {call["backend"] for call in calls} == {backend}
+    masks = [call["mask"] for call in calls if call["mask"] is not None]
+    assert {mask.dtype for mask in masks} == {torch.bool, torch.uint8}
+    assert any(mask.dtype == torch.bool and not mask.is_contiguous() for mask in masks)
+    assert any(mask.data_ptr() % 4 for mask in masks if mask.dtype == torch.uint8)
+    assert {call["k"].dtype for call in calls} == {
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    }
+    for name in ("rope", "alibi", "soft_cap", "sinks", "lse", "scale_q", "scale_k", "scale_v"):
+        given = [call[name] is not None and call[name] is not False for call in calls]
+        assert any(given), name
+        if name != "soft_cap":
+            assert not all(given), name
+    assert {0.0, 30.0} <= {call["soft_cap"] for call in calls}
+    assert any(call["rope"] and call["k"].dtype != torch.float16 for call in calls)
+    assert any(call["num_splits"] > 1 and call["sinks"] is not None for call in calls)
+    packed = [call for call in calls if call["num_splits"] > 1 and call["scale_q"] is None]
+    assert any(call["q"].shape[1] > call["k"].shape[1] for call in packed)
+    assert {(call["window_left"] >= 0, call["window_right"]) for call in calls} >= {
+        (False, -1),
+        (False, 0),
+        (True, 0),
+        (True, -1),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_right(stub: StubKernel, dtype: str) -> None:
+    assert (64, 64) in CLASSES
+    for name, case in cases_of(ROWS[f"fa3_{dtype}_64x64"]):
+        assert outcome(case, "cpu").kind == "passed", name
+
+
+def test_a_wrong_result_is_told(
+    stub: StubKernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = library(classes=((64, 64),), dtypes=("float16",), archs={"fa3": ["90a-real"]})
+    monkeypatch.setattr(support, "_native", one)
+    original = StubKernel.__call__
+
+    def faulty(self: StubKernel, *arguments: Any) -> None:
+        original(self, *arguments)
+        if arguments[14]:  # alibi
+            arguments[4][:] += 1.0
+
+    monkeypatch.setattr(StubKernel, "__call__", faulty)
+    assert sanitizer_set.main(["--device=cpu", "--check"]) == 1
+    wrong = json.loads(capsys.readouterr().out)["wrong"]
+    assert [text.partition(": ")[0] for text in wrong] == [
+        "fa3_float16_64x64, everything",
+        "fa3_float16_64x64, split, everything",
+    ]
