@@ -1,6 +1,5 @@
 """Attention of one request over its key/value cache, on CUDA kernels or plain torch."""
 
-from prefill import flops  # noqa: F401  (tells torch's flop counter of the ops)
 from prefill._version import __version__
 from prefill.api import (
     explain,

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from prefill import support
-
 
 def visible_pairs(qo_len: int, kv_len: int, window_left: int, window_right: int) -> int:
     """Pairs (i, j) with `pos(i) - window_left <= j <= pos(i) + window_right`; below 0 = no bound.
@@ -69,7 +67,3 @@ def register() -> None:
     """Tell torch's counter of both ops, which must be defined."""
     ops = torch.ops.prefill
     register_flop_formula([ops.attention, ops.prepared_attention])(attention_flops)
-
-
-if support.native().build is not None:
-    register()
