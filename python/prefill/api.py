@@ -227,7 +227,8 @@ def single_prefill_with_kv_cache(
 
     Notes:
         Runs on the current stream of q's device, which need not be the current device; no host
-        synchronisation and no state between calls. The same inputs give the same bits. NaN or
+        synchronisation and no state between calls. torch.autocast changes nothing: no tensor is
+        cast. The same inputs give the same bits. NaN or
         infinity in a masked key never reaches a result; in the value of a masked key it can, where
         its tile is computed for other keys (0 * NaN). Memory past qo_len and kv_len is never used.
     """

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefill import support
+from prefill import flops, support
 from prefill.reference import reference_attention
 from prefill.request import PrefillRequest
 
@@ -43,7 +43,10 @@ def _fake_attention(*args: object) -> None:
 
 
 def register() -> None:
-    """Give the library's op a fake kernel and define the op that compiled graphs hold."""
+    """Give the library's op a fake kernel and define the op that compiled graphs hold.
+
+    Torch's flop counter is told of both.
+    """
     global _attention, _prepared_attention
     library: Any = torch.library.Library("prefill", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("prepared_attention" + _SIGNATURE)
@@ -53,6 +56,7 @@ def register() -> None:
     _registrations.append(library)
     _attention = torch.ops.prefill.attention.default
     _prepared_attention = torch.ops.prefill.prepared_attention.default
+    flops.register()
 
 
 def run(
