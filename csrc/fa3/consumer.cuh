@@ -364,7 +364,7 @@ struct Consumer {
 #pragma unroll 1
       for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {
         if (i == 1) {
-          softmax = Softmax(1.f);
+          softmax = Softmax(rows().transform.multiplier);
           clear(out);
         }
         RowTile const& which = i == 1 ? rows() : previous_rows();
