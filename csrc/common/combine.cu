@@ -33,6 +33,14 @@ __device__ uint32_t round_pair(float x, float y, __nv_bfloat16) {
   return bits;
 }
 
+template <class T>
+__device__ void store_four(T* to, const float4& four) {
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(round_pair(four.x, four.y, T{}), round_pair(four.z, four.w, T{}));
+}
+
+__device__ void store_four(float* to, const float4& four) { *reinterpret_cast<float4*>(to) = four; }
+
 template <class Combine>
 __device__ float reduce_warp(float x, Combine const& combine) {
 #pragma unroll
@@ -90,34 +98,25 @@ struct Weights {
     const PartLse* lse = merge.results.split.lse + row.first;
     float largest = -INFINITY;
     for (int i = lane; i < num_splits; i += kWarpLanes) {
-      largest = fmaxf(largest, lse[int64_t{i} * merge.tile_m].logit);
+      largest = fmaxf(largest, lse[int64_t{i} * merge.tile_m].score);
     }
-    const auto larger = [](float x, float y) { return fmaxf(x, y); };
-    largest = reduce_warp(largest, larger);
-    // Of the parts with that logit the largest sum: it holds what rounding took from the logit,
-    // which is as large as steep logits are apart. Relative to both, no part's weights exceed 2^40.
-    float largest_sum = -INFINITY;
-    for (int i = lane; i < num_splits; i += kWarpLanes) {
-      const PartLse part = lse[int64_t{i} * merge.tile_m];
-      if (part.logit == largest) largest_sum = fmaxf(largest_sum, part.sum);
-    }
-    largest_sum = reduce_warp(largest_sum, larger);
-    const PartLse base{largest == -INFINITY ? 0.f : largest,
-                       largest_sum == -INFINITY ? 0.f : largest_sum};
+    largest = reduce_warp(largest, [](float x, float y) { return fmaxf(x, y); });
+    const float base = largest == -INFINITY ? 0.f : largest, multiplier = lse->multiplier;
+    // No part's weights add up to more than 2^40: nothing overflows.
     float sum = 0.f;
     for (int i = lane; i < num_splits; i += kWarpLanes) {
       const PartLse part = lse[int64_t{i} * merge.tile_m];
-      of_parts[i] = exp2_approx((part.logit - base.logit) + (part.sum - base.sum));
+      of_parts[i] = exp2_approx(fmaf(part.score - base, multiplier, part.sum));
       sum += of_parts[i];
     }
     sum = reduce_warp(sum, [](float x, float y) { return x + y; });
     const float sink = merge.sinks.at(row.head, -INFINITY) * kLog2e;
-    const float total = sum + exp2_approx((sink - base.logit) - base.sum);
+    const float total = sum + exp2_approx(fmaf(-base, multiplier, sink));
     for (int i = lane; i < num_splits; i += kWarpLanes) {
       of_parts[i] = sum == 0.f ? 0.f : __fdividef(of_parts[i], total);
     }
     __syncwarp();
-    const float keys = sum == 0.f ? -INFINITY : base.logit + (base.sum + log2f(sum));
+    const float keys = sum == 0.f ? -INFINITY : fmaf(base, multiplier, log2f(sum));
     return {of_parts, lse_with_sink(keys, sink)};
   }
 };
@@ -149,11 +148,7 @@ struct Columns {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const int column = (chunk * kWarpLanes + lane) * kLaneColumns;
-      const float4& four = chunks[chunk];
-      if (column < columns) {
-        *reinterpret_cast<uint2*>(row + column) =
-            make_uint2(round_pair(four.x, four.y, T{}), round_pair(four.z, four.w, T{}));
-      }
+      if (column < columns) store_four(row + column, chunks[chunk]);
     }
   }
 };
@@ -217,7 +212,7 @@ __global__ void __launch_bounds__(kWarps* kWarpLanes)
 }  // namespace
 
 cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, int tile_m,
-                    int columns, DType dtype, bool programmatic, cudaStream_t stream) {
+                    int columns, bool programmatic, cudaStream_t stream) {
   constexpr int kWarpParts = 4;  // that are worth a warp
   const int num_splits = params.split.num_splits;
   if (num_splits > kMaxSplits || columns > kMaxColumns) return cudaErrorInvalidValue;
@@ -239,8 +234,15 @@ cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, i
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
-  return dtype == DType::float16 ? cudaLaunchKernelEx(&config, combine_rows<__half>, merge)
-                                 : cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
+  switch (params.out_type) {
+    case OutputType::float16:
+      return cudaLaunchKernelEx(&config, combine_rows<__half>, merge);
+    case OutputType::bfloat16:
+      return cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
+    case OutputType::float32:
+      return cudaLaunchKernelEx(&config, combine_rows<float>, merge);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace prefill

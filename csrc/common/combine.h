@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "common/kernel_key.h"
 #include "common/params.h"
 #include "common/tile_schedule.cuh"
 
@@ -13,6 +12,6 @@ namespace prefill {
 // `tile_m` rows, and parts `columns` floats in a row. `programmatic`: the pass may be launched
 // before the kernel has ended, on devices that know how to wait for that (sm90 and up).
 cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, int tile_m,
-                    int columns, DType dtype, bool programmatic, cudaStream_t stream);
+                    int columns, bool programmatic, cudaStream_t stream);
 
 }  // namespace prefill

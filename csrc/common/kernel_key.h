@@ -8,6 +8,13 @@ namespace prefill {
 enum class Backend : int32_t { fa2, fa3 };
 enum class DType : int32_t { float16, bfloat16 };
 
+// What a call writes: what its kernel does, or another type by way of parts (SplitKv).
+enum class OutputType : int32_t { float16, bfloat16, float32 };
+
+constexpr OutputType kernel_output(DType dtype) {
+  return dtype == DType::float16 ? OutputType::float16 : OutputType::bfloat16;
+}
+
 // A head-dim class. Any pair of dims that both fit rides on it: what is missing is read as zero.
 template <int kQk_, int kVo_>
 struct HeadDims {

@@ -24,10 +24,11 @@ struct OnlineSoftmax {
   static constexpr int kRows = kRows_;
   using Row = cute::array<float, kRows>;
 
-  // Weights are relative to the row's maximal logit, rounded: exp2(s m - rn(max m)) is one FFMA and
-  // one ex2. The largest weight is then 2 to the rounding error instead of 1; the quotient does not
-  // care, as long as everything in a row shares the error (hence __fmul_rn: no FFMA by contraction)
-  // and weights fit the 16-bit type. From this bound on the unrounded product takes its place.
+  // Anchored weights are relative to the row's maximal logit, rounded: exp2(s m - rn(max m)) is one
+  // FFMA and one ex2. The largest weight is then 2 to the rounding error instead of 1; the quotient
+  // does not care, as long as everything in a row shares the error (hence __fmul_rn: no FFMA by
+  // contraction) and weights fit the 16-bit type. From this bound on rows are done with care:
+  // exp2((s - max) m), relative to the unrounded product.
   static constexpr float kSteep = 4096.f;  // below it errors stay within 2^-12, less than fp16's
 
   float multiplier;  // > 0: logits in base-2 units are scores times this
@@ -50,51 +51,8 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into exp2(logit - max) in place. What was summed before must be multiplied by the
-  // row factors that come back.
-  template <class Scores>
-  CUTE_DEVICE Row step(Scores& scores) {
-    using namespace cute;
-    Row previous, factor, offset;
-    bool steep = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      previous[r] = raise_max(r, scores);
-      offset[r] = rounded_logit(row_max[r]);
-      steep = steep || is_steep(offset[r]) || is_steep(rounded_logit(previous[r]));
-    }
-    float slope = multiplier;
-    if (steep) {  // rare
-      slope = 1.f;
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        factor[r] = steep_factor(previous[r], row_max[r]);
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(scores); ++c) {
-          scores(r, c) = is_steep(offset[r]) ? (scores(r, c) - row_max[r]) * multiplier
-                                             : fmaf(scores(r, c), multiplier, -offset[r]);
-        }
-        offset[r] = 0.f;
-      }
-    } else {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        factor[r] = exp2_approx(__fmul_rn(previous[r], multiplier) - offset[r]);
-      }
-    }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      row_sum[r] *= factor[r];
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        scores(r, c) = exp2_approx(fmaf(scores(r, c), slope, -offset[r]));
-        row_sum[r] += scores(r, c);
-      }
-    }
-    return factor;
-  }
-
-  // As step, for callers that do steep rows again in the end (anchor_held), with care: then weights
-  // are relative to the unrounded maximum in all of a row's steps.
+  // row factors that come back. With care in all of a row's steps or in none. There is no branch: a
+  // row's maximum is found beside another's.
   template <class Scores>
   CUTE_DEVICE Row exact_step(Scores& scores, bool with_care) {
     Row factor;
@@ -116,9 +74,9 @@ struct OnlineSoftmax {
   // What anchored steps take weights relative to, in base-2 units; -inf where no key was seen.
   CUTE_DEVICE float anchor(int r) const { return __fmul_rn(row_max[r], multiplier); }
 
-  // As step, with the maximum of the tiles before as the anchor of the weights: nothing is
-  // multiplied afterwards. Rows must have seen a key; anchor_held tells in the end whether it was
-  // good enough.
+  // As an exact step without care, with the maximum of the tiles before as the anchor of the
+  // weights: nothing is multiplied afterwards. Rows must have seen a key; anchor_held tells in the
+  // end whether it was good enough.
   template <class Scores>
   CUTE_DEVICE void anchored_step(Scores& scores) {
     anchored_step(scores, [&](int, int, float score, float anchor) {
@@ -143,7 +101,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE bool anchor_held(int r, int num_keys) const {
     constexpr float kLargestMean = 256.f;
     return row_sum[r] < kLargestMean * static_cast<float>(num_keys) &&
-           !is_steep(rounded_logit(row_max[r]));
+           fabsf(rounded_logit(r)) < kSteep;
   }
 
   // After the last tile: makes row_sum the whole row's sum.
@@ -155,26 +113,27 @@ struct OnlineSoftmax {
   // No key was seen: the sum of a row with keys is at least that of its maximum, 1 (or NaN).
   CUTE_DEVICE bool row_is_empty(int r) const { return row_sum[r] == 0.f; }
 
-  // log2 of the sum of exp(logit), in two numbers; -inf for an empty row.
+  // The log-sum-exp of this row's keys, for what merges parts of rows.
   CUTE_DEVICE PartLse part_lse(int r, bool with_care) const {
-    if (row_is_empty(r)) return {-INFINITY, 0.f};
-    return {rounded_logit(row_max[r]), residue(row_max[r], with_care) + log2f(row_sum[r])};
-  }
-  CUTE_DEVICE float row_lse(int r, bool with_care) const {
-    const PartLse lse = part_lse(r, with_care);
-    return lse.logit + lse.sum;
+    if (row_is_empty(r)) return {-INFINITY, multiplier, 0.f};
+    const float rounding = with_care ? 0.f : fmaf(row_max[r], multiplier, -rounded_logit(r));
+    return {row_max[r], multiplier, log2f(row_sum[r]) - rounding};
   }
 
-  // The same with a sink, a logit in base-2 units that has no key; -inf is none.
+  // log2 of the sum of exp(logit), -inf for an empty row. A sink is a logit in base-2 units that
+  // has no key; -inf is none.
   CUTE_DEVICE float row_lse(int r, bool with_care, float sink) const {
-    return lse_with_sink(row_lse(r, with_care), sink);
+    if (row_is_empty(r)) return lse_with_sink(-INFINITY, sink);
+    const float sum = log2f(row_sum[r]);
+    return lse_with_sink(with_care ? fmaf(row_max[r], multiplier, sum) : rounded_logit(r) + sum,
+                         sink);
   }
 
   // What the weights of a row with keys and of the sink, relative to the same logit, sum up to.
   CUTE_DEVICE float sum_with(int r, bool with_care, float sink) const {
     if (sink == -INFINITY) return row_sum[r];
-    const float above = sink - rounded_logit(row_max[r]);
-    return row_sum[r] + exp2_approx(above - residue(row_max[r], with_care));
+    const float above = with_care ? fmaf(-row_max[r], multiplier, sink) : sink - rounded_logit(r);
+    return row_sum[r] + exp2_approx(above);
   }
 
  private:
@@ -202,27 +161,9 @@ struct OnlineSoftmax {
     }
   }
 
-  CUTE_DEVICE static bool is_steep(float logit) { return fabsf(logit) >= kSteep; }
-
   // 0 for a row that has seen no key, so that its weights come out as exp2(-inf).
-  CUTE_DEVICE float rounded_logit(float maximum) const {
-    return maximum == -INFINITY ? 0.f : __fmul_rn(maximum, multiplier);
-  }
-
-  // What rounding took from the product, where weights are relative to the unrounded one.
-  CUTE_DEVICE float residue(float maximum, bool with_care = false) const {
-    const float logit = rounded_logit(maximum);
-    const bool counts = (with_care || is_steep(logit)) && fabsf(logit) < INFINITY;
-    return counts ? fmaf(maximum, multiplier, -logit) : 0.f;
-  }
-
-  // The factor between weights relative to one maximum and weights relative to the next, where one
-  // of the two is steep.
-  CUTE_DEVICE float steep_factor(float previous, float maximum) const {
-    if (previous == -INFINITY) return 0.f;
-    const float from = rounded_logit(previous), to = rounded_logit(maximum);
-    if (is_steep(from) && is_steep(to)) return exp2_approx((previous - maximum) * multiplier);
-    return exp2_approx((from - to) + (residue(previous) - residue(maximum)));
+  CUTE_DEVICE float rounded_logit(int r) const {
+    return row_max[r] == -INFINITY ? 0.f : __fmul_rn(row_max[r], multiplier);
   }
 };
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/kernel_key.h"
 #include "common/row_map.h"
 
 namespace prefill {
@@ -49,12 +50,13 @@ struct MaskTiles {
   PREFILL_HOST_DEVICE int num_words() const { return (num_kv_tiles + 31) / 32; }
 };
 
-// An LSE in base 2 in two numbers, of which it is the sum: the logit that weights are relative to,
-// and log2 of what they add up to. Of steep logits one number would keep nothing of the latter, and
-// parts of a row could not be weighed against each other.
-struct alignas(8) PartLse {
-  float logit;  // -inf: no key is seen
-  float sum;
+// The LSE in base 2 of a row of a part: score * multiplier + sum. Kept apart, as one number would
+// keep nothing of the sum where logits are steep, and parts could not be weighed against each
+// other.
+struct alignas(16) PartLse {
+  float score;       // the largest, which weights are relative to; -inf: no key is seen
+  float multiplier;  // that makes logits of scores: the same in all parts of a row
+  float sum;         // log2 of what the weights add up to
 };
 
 // Split-KV: row tiles of which parts of the KV tiles are worked on apart, and merged (combine.h).
@@ -107,6 +109,7 @@ struct PrefillParams {
   PerHead alibi_slopes;  // [num_qo_heads]; none: slopes by the rule (logits.cuh)
   PerHead sinks;         // [num_qo_heads]: a logit that joins the sum of weights, without a value
   float lse_scale;       // the LSE is in base 2 times this: 1, or ln 2 for the natural logarithm
+  OutputType out_type;   // of `out`; where it is not the kernel's, all row tiles are in parts
 
   PREFILL_HOST_DEVICE bool has_per_head() const {
     return scale_q.data != nullptr || scale_k.data != nullptr || scale_v.data != nullptr ||

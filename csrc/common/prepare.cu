@@ -17,6 +17,21 @@ __device__ float2 widen(__nv_fp8x2_e5m2 pair) { return static_cast<float2>(pair)
 
 __device__ void round_to(__half2& pair, float2 x) { pair = __floats2half2_rn(x.x, x.y); }
 __device__ void round_to(__nv_bfloat162& pair, float2 x) { pair = __floats2bfloat162_rn(x.x, x.y); }
+// What is past the largest becomes the largest.
+__device__ void round_to(__nv_fp8x2_e4m3& pair, float2 x) { pair = __nv_fp8x2_e4m3(x); }
+__device__ void round_to(__nv_fp8x2_e5m2& pair, float2 x) { pair = __nv_fp8x2_e5m2(x); }
+
+template <class Pair, int kVector>
+__device__ void round_through(float (&values)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; i += 2) {
+    Pair pair;
+    round_to(pair, make_float2(values[i], values[i + 1]));
+    const float2 rounded = widen(pair);
+    values[i] = rounded.x;
+    values[i + 1] = rounded.y;
+  }
+}
 
 // A load or a store of one instruction.
 template <int kBytes>
@@ -105,11 +120,21 @@ struct BlockRows {
         Rotation{two.x, two.y}.apply(first[i], second[i]);
         Rotation{two.z, two.w}.apply(first[i + 1], second[i + 1]);
       }
+      round_rotated(first);
+      round_rotated(second);
     }
     auto* data = static_cast<char*>(job.target.data);
     const int64_t at = element(job.target, begin + item.row, item);
     Dims<Target, kVector>::rounded(first).store(data, at);
     Dims<Target, kVector>::rounded(second).store(data, at + job.head_dim / 2);
+  }
+
+  // Where q is of 8 bits, k is too: others need no code for it.
+  __device__ void round_rotated(float (&values)[kVector]) const {
+    if constexpr (!std::is_same_v<Source, Target>) {
+      if (job.rounded == SourceType::float8_e4m3) round_through<__nv_fp8x2_e4m3>(values);
+      if (job.rounded == SourceType::float8_e5m2) round_through<__nv_fp8x2_e5m2>(values);
+    }
   }
 
   __device__ void work_out_rotations(const RopeTurns& turns) const {

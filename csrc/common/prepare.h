@@ -1,6 +1,6 @@
 // Tensors made ready for kernels that know neither positions nor fp8: the pass that copies q, k and
-// v, as far as a call needs it, in q's 16 bits, rotated (ROPE_LLAMA) and widened from fp8. What it
-// is made of is host and device code, and brute-forced on the host.
+// v, as far as a call needs it, in the kernel's 16 bits, rotated (ROPE_LLAMA) and widened from fp8.
+// What it is made of is host and device code, and brute-forced on the host.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,6 +24,16 @@ inline constexpr int kMaxRotatedPairs = 128;     // of the largest head dim
 
 // What a source holds: elements of the target's type, or of 8 bits.
 enum class SourceType { same, float8_e4m3, float8_e5m2 };
+
+struct SourceTypes {
+  SourceType q;
+  SourceType k;
+  SourceType v;
+
+  bool all_same() const {
+    return q == SourceType::same && k == SourceType::same && v == SourceType::same;
+  }
+};
 
 // Angles are position / scale * theta^(-2d / head_dim).
 struct Rope {
@@ -89,6 +99,7 @@ struct PrepareJob {
   TensorView target;
   SourceType type;
   bool rotates;
+  SourceType rounded;  // what rotated values are rounded to before they become the target's
   int first_position;  // of row 0
   int first_row;       // rows before are not needed
   int length;
@@ -99,12 +110,13 @@ struct PrepareJob {
   int block_rows;
   int64_t num_blocks;  // 0: the tensor is taken as it is
 
-  static PrepareJob of(const TensorView& source, SourceType type, bool rotates, int first_position,
-                       int first_row, int length, int num_heads, int head_dim) {
+  static PrepareJob of(const TensorView& source, SourceType type, bool rotates, SourceType rounded,
+                       int first_position, int first_row, int length, int num_heads, int head_dim) {
     PrepareJob job{};
     job.source = source;
     job.type = type;
     job.rotates = rotates;
+    job.rounded = rounded;
     job.first_position = first_position;
     job.first_row = first_row;
     job.length = length;
@@ -154,25 +166,26 @@ struct PreparePass {
   PrepareJob v;
   RopeTurns turns;
 
-  // For the views, lengths and windows of `params`; without rope nothing is rotated. Keys before
-  // the first KV tile, of `tile_n`, that a row sees are left out: no kernel reads them.
-  static PreparePass of(const PrefillParams& params, SourceType k_type, SourceType v_type,
+  // For the views, lengths and windows of `params`; without rope nothing is rotated. Rotated values
+  // are rounded to q's type. Keys before the first KV tile, of `tile_n`, that a row sees are left
+  // out: no kernel reads them.
+  static PreparePass of(const PrefillParams& params, const SourceTypes& types,
                         const std::optional<Rope>& rope, int tile_n) {
     const int first_key = BandMask::of(params).row_begin(0) / tile_n * tile_n;
     const bool rotates = rope.has_value();
     PreparePass pass{};
-    if (rotates) {
-      pass.turns = RopeTurns::of(*rope, params.head_dim_qk);
-      pass.q = PrepareJob::of(params.q, SourceType::same, true, params.kv_len - params.qo_len, 0,
+    if (rotates) pass.turns = RopeTurns::of(*rope, params.head_dim_qk);
+    if (rotates || types.q != SourceType::same) {
+      pass.q = PrepareJob::of(params.q, types.q, rotates, types.q, params.kv_len - params.qo_len, 0,
                               params.qo_len, params.num_qo_heads, params.head_dim_qk);
     }
-    if (rotates || k_type != SourceType::same) {
-      pass.k = PrepareJob::of(params.k, k_type, rotates, 0, first_key, params.kv_len,
+    if (rotates || types.k != SourceType::same) {
+      pass.k = PrepareJob::of(params.k, types.k, rotates, types.q, 0, first_key, params.kv_len,
                               params.num_kv_heads, params.head_dim_qk);
     }
-    if (v_type != SourceType::same) {
-      pass.v = PrepareJob::of(params.v, v_type, false, 0, first_key, params.kv_len,
-                              params.num_kv_heads, params.head_dim_vo);
+    if (types.v != SourceType::same) {
+      pass.v = PrepareJob::of(params.v, types.v, false, SourceType::same, 0, first_key,
+                              params.kv_len, params.num_kv_heads, params.head_dim_vo);
     }
     return pass;
   }

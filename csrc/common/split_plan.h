@@ -26,9 +26,11 @@ struct SplitPlan {
 // is 1.2 us for fa3 at head dim 128 (docs/tuning.md).
 class SplitPlanner {
  public:
-  // `can_pack`: nothing differs between heads of a KV head but their queries.
-  SplitPlanner(const PrefillParams& params, const KernelInfo& kernel, bool can_pack)
-      : params_(params), kernel_(kernel), can_pack_(can_pack) {}
+  // `can_pack`: nothing differs between heads of a KV head but their queries. `only_parts`: no row
+  // tile may be whole, as it is the merging that writes what the kernel cannot.
+  SplitPlanner(const PrefillParams& params, const KernelInfo& kernel, bool can_pack,
+               bool only_parts)
+      : params_(params), kernel_(kernel), can_pack_(can_pack), only_parts_(only_parts) {}
 
   // `num_splits`: so many parts of all row tiles; 0: what is best.
   SplitPlan plan(int num_splits) const {
@@ -146,7 +148,8 @@ class SplitPlanner {
     };
     if (num_splits > 0) return costed(num_splits, 0);
 
-    Costed best = heads > 1 ? costed(1, 0) : costed(1, num_tiles);
+    const bool has_whole = heads == 1 && !only_parts_;
+    Costed best = has_whole ? costed(1, num_tiles) : costed(1, 0);
     const float without = best.cost;
     const int most = std::min(length.longest, SplitKv::kMaxSplits);
     const auto consider = [&](int num_whole) {
@@ -166,7 +169,7 @@ class SplitPlanner {
       consider(0);
       // The last row tiles alone: of those as long as each other, and with whole ones all their
       // heads to themselves.
-      if (heads == 1 && is_even(static_cast<float>(length.longest), length.mean)) {
+      if (has_whole && is_even(static_cast<float>(length.longest), length.mean)) {
         consider(num_tiles / slots * slots);
       }
     }
@@ -176,6 +179,7 @@ class SplitPlanner {
   const PrefillParams& params_;
   const KernelInfo& kernel_;
   const bool can_pack_;
+  const bool only_parts_;
 };
 
 }  // namespace prefill

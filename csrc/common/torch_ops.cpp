@@ -38,19 +38,49 @@ DType parse_dtype(const std::string& dtype) {
   return DType::bfloat16;
 }
 
-DType dtype_of(const Tensor& tensor) {
-  if (tensor.scalar_type() == ScalarType::Half) return DType::float16;
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::BFloat16,
-                  "kernels take float16 and bfloat16 tensors");
-  return DType::bfloat16;
+SourceType source_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float8_e4m3fn:
+      return SourceType::float8_e4m3;
+    case ScalarType::Float8_e5m2:
+      return SourceType::float8_e5m2;
+    default:
+      return SourceType::same;
+  }
 }
 
-// K and V are of the dtype of Q, or of 8 bits.
-SourceType source_type(const Tensor& tensor, DType dtype) {
-  if (tensor.scalar_type() == ScalarType::Float8_e4m3fn) return SourceType::float8_e4m3;
-  if (tensor.scalar_type() == ScalarType::Float8_e5m2) return SourceType::float8_e5m2;
-  STD_TORCH_CHECK(dtype_of(tensor) == dtype, "k and v are of the dtype of q, or float8");
-  return SourceType::same;
+OutputType output_type(const Tensor& out) {
+  switch (out.scalar_type()) {
+    case ScalarType::Half:
+      return OutputType::float16;
+    case ScalarType::BFloat16:
+      return OutputType::bfloat16;
+    default:
+      STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float,
+                      "out is a float16, bfloat16 or float32 tensor");
+      return OutputType::float32;
+  }
+}
+
+// The dtype of the kernel for a call: q's. float8 tensors are widened, exactly by either, to what
+// is written; else to float16, which rounds softmax weights less.
+DType kernel_dtype(const Tensor& q, OutputType out) {
+  if (q.scalar_type() == ScalarType::Half) return DType::float16;
+  if (q.scalar_type() == ScalarType::BFloat16) return DType::bfloat16;
+  STD_TORCH_CHECK(source_type(q) != SourceType::same,
+                  "q is a float16, bfloat16, float8_e4m3fn or float8_e5m2 tensor");
+  return out == OutputType::bfloat16 ? DType::bfloat16 : DType::float16;
+}
+
+// k and v are of the dtype of q, or of 8 bits each.
+SourceTypes source_types(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const SourceTypes types{source_type(q), source_type(k), source_type(v)};
+  const auto fits = [&](const Tensor& tensor, SourceType type) {
+    return type != SourceType::same ||
+           (types.q == SourceType::same && tensor.scalar_type() == q.scalar_type());
+  };
+  STD_TORCH_CHECK(fits(k, types.k) && fits(v, types.v), "k and v are of the dtype of q, or float8");
+  return types;
 }
 
 // A [length, heads, head_dim] tensor that can be read and written 8 elements at a time: by the
@@ -111,7 +141,6 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
                       out.size(0) == qo_len && out.size(1) == num_qo_heads &&
                       out.size(2) == v.size(2),
                   "shapes of q, k, v and out agree");
-  STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "q and out are of one dtype");
   const auto elsewhere = [&](const std::optional<Tensor>& tensor) {
     return tensor && tensor->get_device() != q.get_device();
   };
@@ -145,6 +174,7 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   params.alibi_slopes = per_head(alibi_slopes, params.num_qo_heads);
   params.sinks = per_head(sinks, params.num_qo_heads);
   params.lse_scale = static_cast<float>(lse_scale);
+  params.out_type = output_type(out);
   return params;
 }
 
@@ -193,10 +223,10 @@ Tensor prepare_inputs(const Tensor& q, PreparePass& pass, DType dtype, PrefillPa
 }
 
 SplitPlan plan_of(const PrefillParams& params, const KernelInfo& kernel, bool packs,
-                  int64_t num_splits) {
+                  bool only_parts, int64_t num_splits) {
   STD_TORCH_CHECK(num_splits >= 0 && num_splits <= SplitKv::kMaxSplits, "num_splits is one of 0..",
                   SplitKv::kMaxSplits, ", got ", num_splits);
-  return SplitPlanner(params, kernel, packs).plan(static_cast<int>(num_splits));
+  return SplitPlanner(params, kernel, packs, only_parts).plan(static_cast<int>(num_splits));
 }
 
 // Whether heads of a KV head may share row tiles: what is one head's own is not looked up by row.
@@ -237,8 +267,8 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   PrefillParams params =
       make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, alibi_slopes, sinks, window_left,
                   window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
-  const DType dtype = dtype_of(q);
-  const SourceType k_type = source_type(k, dtype), v_type = source_type(v, dtype);
+  const DType dtype = kernel_dtype(q, params.out_type);
+  const SourceTypes types = source_types(q, k, v);
   const KernelEntry* kernel =
       find_kernel(parse_backend(backend), dtype, params.head_dim_qk, params.head_dim_vo);
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
@@ -249,12 +279,13 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   cudaStream_t stream = nullptr;
   STD_TORCH_CHECK(current_stream(device, stream), "torch gave no CUDA stream");
   params.num_sms = multiprocessors(device);
-  const std::optional<Tensor> parts =
-      follow(plan_of(params, kernel->info(), can_pack(params), num_splits), *kernel, q, params);
+  const bool only_parts = params.out_type != kernel_output(dtype);
+  const SplitPlan plan = plan_of(params, kernel->info(), can_pack(params), only_parts, num_splits);
+  const std::optional<Tensor> parts = follow(plan, *kernel, q, params);
   std::optional<Tensor> workspace;
-  if (rope || k_type != SourceType::same || v_type != SourceType::same) {
+  if (rope || !types.all_same()) {
     const auto angles = rope ? std::optional<Rope>({rope_scale, rope_theta}) : std::nullopt;
-    PreparePass pass = PreparePass::of(params, k_type, v_type, angles, kernel->info().tile_n);
+    PreparePass pass = PreparePass::of(params, types, angles, kernel->info().tile_n);
     workspace = prepare_inputs(q, pass, dtype, params, stream);
   }
   std::optional<Tensor> mask_workspace;
@@ -271,7 +302,7 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
 std::string split_plan(std::string backend, std::string dtype, int64_t qo_len, int64_t kv_len,
                        int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim_qk,
                        int64_t head_dim_vo, int64_t window_left, int64_t window_right, bool packs,
-                       int64_t num_sms, int64_t num_splits) {
+                       bool only_parts, int64_t num_sms, int64_t num_splits) {
   const KernelEntry* kernel =
       find_kernel(parse_backend(backend), parse_dtype(dtype), static_cast<int>(head_dim_qk),
                   static_cast<int>(head_dim_vo));
@@ -289,7 +320,7 @@ std::string split_plan(std::string backend, std::string dtype, int64_t qo_len, i
   params.window_left = window(window_left, kv_len);
   params.window_right = window(window_right, qo_len);
   params.num_sms = static_cast<int>(num_sms);
-  const SplitPlan plan = plan_of(params, kernel->info(), packs, num_splits);
+  const SplitPlan plan = plan_of(params, kernel->info(), packs, only_parts, num_splits);
   std::ostringstream json;
   json << R"({"packed_heads": )" << plan.packed_heads << R"(, "num_splits": )" << plan.num_splits
        << R"(, "num_row_tiles": )" << plan.num_row_tiles << R"(, "num_whole_tiles": )"
@@ -318,7 +349,7 @@ STABLE_TORCH_LIBRARY(prefill, library) {
   library.def(
       "split_plan(str backend, str dtype, int qo_len, int kv_len, int num_qo_heads, int "
       "num_kv_heads, int head_dim_qk, int head_dim_vo, int window_left, int window_right, bool "
-      "packs, int num_sms, int num_splits) -> str");
+      "packs, bool only_parts, int num_sms, int num_splits) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(prefill, CompositeExplicitAutograd, library) {

@@ -52,13 +52,14 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   const float sink =
       Traits::kIsGeneral && work.is_whole() ? sink_logit(params, work.head) : -INFINITY;
   Tensor out_rows = row_column_view(out);
-  Normaliser<Traits::Softmax::kRows>(softmax, false, sink, value_scale(params, work.kv_head))
+  Normaliser<Traits::Softmax::kRows>(softmax, Traits::kWithCare, sink,
+                                     value_scale(params, work.kv_head))
       .apply(out_rows);
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>;
   const auto coordinates = element_coordinates<TileShape>(tiled_mma, threadIdx.x);
   if (part >= 0) {
     const int first_part = part * Traits::kM;
-    store_part_lse(params.split, softmax, false, coordinates, first_part);
+    store_part_lse(params.split, softmax, Traits::kWithCare, coordinates, first_part);
     store_part_rows<TileShape>(Results::of(params), tiled_mma, threadIdx.x, first_row, first_part,
                                out_rows);
     return;
@@ -72,7 +73,8 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
   copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-  store_lse(Results::of(params), softmax, false, coordinates, work.head, sink, first_row);
+  store_lse(Results::of(params), softmax, Traits::kWithCare, coordinates, work.head, sink,
+            first_row);
 
   __syncthreads();
   store_rows<Traits>(smem, params, work.head, first_row);

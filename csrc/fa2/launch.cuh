@@ -29,7 +29,7 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
   kernel<<<schedule.num_items(), Traits::kThreads, kSmemBytes, stream>>>(params, schedule);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess || !params.split.exists()) return error;
-  return combine(params, schedule, Traits::kM, Dims::kVo, kDType, /*programmatic=*/false, stream);
+  return combine(params, schedule, Traits::kM, Dims::kVo, /*programmatic=*/false, stream);
 }
 
 template <DType kDType, class Dims>

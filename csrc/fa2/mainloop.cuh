@@ -72,12 +72,15 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
   const auto offsets = element_offsets<TileShape>(tiled_mma);
 
-  // For all ptxas knows, new each time: so nothing that masks need is worked out once and kept
-  // throughout.
+  // Of a thread's first element. The second is for all ptxas knows new each time, so that nothing
+  // that masks need is worked out once and kept throughout.
+  const auto coordinates_of = [&](int thread) {
+    return element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
+  };
   const auto origin = [&] {
     int thread = threadIdx.x;
-    if constexpr (Traits::kIsGeneral) asm volatile("" : "+r"(thread));
-    return element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
+    asm volatile("" : "+r"(thread));
+    return coordinates_of(thread);
   };
 
   for (int tile = last, next; tile >= 0; tile = next) {
@@ -108,12 +111,14 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
       if (Traits::kIsGeneral && tiles.is_custom) {
         apply_bits(rows, offsets, params.mask, row_tile.first_row + get<0>(at), tile);
       } else {
-        const int* queries = loader.smem.queries + get<0>(at);
+        // Plain kernels have a register for the row.
+        const auto row_at = Traits::kIsGeneral ? at : coordinates_of(threadIdx.x);
+        const int* queries = loader.smem.queries + get<0>(row_at);
         apply_mask(rows, offsets, band, tile * Traits::kN + get<1>(at),
                    [&](int offset) { return queries[offset]; });
       }
     }
-    const auto factor = softmax.step(rows);
+    const auto factor = softmax.exact_step(rows, Traits::kWithCare);
     Tensor out_rows = row_column_view(out);
     scale_rows(out_rows, factor);
     Tensor p = make_tensor<T>(scores.layout());

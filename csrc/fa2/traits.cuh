@@ -73,6 +73,8 @@ struct Traits {
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);
   using Softmax = OnlineSoftmax<kRowsPerThread>;
+  // Exponentials leave issue slots free for it.
+  static constexpr bool kWithCare = true;
 };
 
 }  // namespace prefill::fa2

@@ -63,7 +63,7 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
   config.numAttrs = 1;
   error = cudaLaunchKernelEx(&config, kernel, params, maps, schedule, params.has_per_head());
   if (error != cudaSuccess || !params.split.exists()) return error;
-  return combine(params, schedule, Traits::kM, Dims::kVo, kDType, /*programmatic=*/true, stream);
+  return combine(params, schedule, Traits::kM, Dims::kVo, /*programmatic=*/true, stream);
 }
 
 template <DType kDType, class Dims>

@@ -164,14 +164,15 @@ def single_prefill_with_kv_cache(
             dtypes: q, k, v all float16, all bfloat16, or all float8 (e4m3fn, e5m2); or
             float16/bfloat16 q with float8 k and v. Strides: any. Where the last one is not 1, an
             outer one is not a multiple of 8 elements, or the address is not a multiple of 16 bytes,
-            fa2 and fa3 work on a copy; `explain` says so. Under a 16-bit q they widen float8 k and
-            v to its dtype first, which is exact.
+            fa2 and fa3 work on a copy; `explain` says so. They widen float8 first, which is exact:
+            to q's dtype, and with q to bfloat16 for a bfloat16 output, else to float16.
         scale_q: Multiplier of q, e.g. to dequantise float8: float32 [num_qo_heads] or one element
             on q's device, or a float. Counts for 16-bit inputs too.
         scale_k: Likewise for k, [num_kv_heads].
         scale_v: Likewise for v, [num_kv_heads].
         o_dtype: dtype of the output: float16, bfloat16 or float32. Default: q's, or bfloat16 for
-            float8 q.
+            float8 q. Where it is not what fa2 and fa3 compute in, they need scratch memory for the
+            output in float32.
         custom_mask: bool [qo_len, kv_len], True = keep. Any strides; fa2 and fa3 read it where it
             lies, or a copy where its last dimension is not dense.
         packed_custom_mask: uint8 [ceil(qo_len * kv_len / 8)]: bit `i * kv_len + j`, little-endian,
@@ -182,8 +183,9 @@ def single_prefill_with_kv_cache(
         kv_layout: "NHD" or "HND".
         pos_encoding_mode: "NONE"; "ROPE_LLAMA" rotates q at pos(i) and k at j, pairing dimension d
             with d + D/2, by angle `pos / rope_scale * rope_theta ** (-2 * d / D)`, and rounds to
-            q's dtype; "ALIBI" adds `slope[h] * (j - pos(i))`. (FlashInfer leaves `off` out of
-            ALiBi: the same output, another LSE.)
+            q's dtype (what is past the range of a float8 to its largest value); "ALIBI" adds
+            `slope[h] * (j - pos(i))`. (FlashInfer leaves `off` out of ALiBi: the same output,
+            another LSE.)
         use_fp16_qk_reduction: q . k may accumulate in float16 (saturating) where a backend is
             faster for it. Needs float16 q and k. No backend does so far: all accumulate in
             float32, which is more exact, and which tensor cores of A100 and H100 do at one rate.
@@ -225,7 +227,8 @@ def single_prefill_with_kv_cache(
 
     Notes:
         Runs on the current stream of q's device, which need not be the current device; no host
-        synchronisation and no state between calls. The same inputs give the same bits. NaN or
+        synchronisation and no state between calls. torch.autocast changes nothing: no tensor is
+        cast. The same inputs give the same bits. NaN or
         infinity in a masked key never reaches a result; in the value of a masked key it can, where
         its tile is computed for other keys (0 * NaN). Memory past qo_len and kv_len is never used.
     """

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from prefill import support
-from prefill.request import HALF_DTYPES, PrefillRequest
+from prefill.request import PrefillRequest
 from prefill.support import DeviceInfo
 
 MAX_LENGTH = 1 << 30
@@ -52,25 +52,18 @@ class NativeBackend:
         if device.type != "cuda":
             return [f"{self.name} needs a CUDA device, and the tensors are on {device.type}"]
         reasons = []
-        dtype = request.q.dtype
-        if dtype not in HALF_DTYPES:
-            reasons.append(f"{self.name} has no float8 q yet")
-        else:
-            reason = support.build_reason(
-                self.name,
-                device.capability,
-                device.smem_per_block,
-                dtype,
-                request.head_dim_qk,
-                request.head_dim_vo,
-                device.is_here,
-            )
-            if reason:
-                reasons.append(reason)
-            if request.o_dtype != dtype:
-                reasons.append(
-                    f"{self.name} writes the dtype of q alone, not o_dtype={request.o_dtype}"
-                )
+        dtype = support.kernel_dtype(request.q.dtype, request.o_dtype)
+        reason = support.build_reason(
+            self.name,
+            device.capability,
+            device.smem_per_block,
+            dtype,
+            request.head_dim_qk,
+            request.head_dim_vo,
+            device.is_here,
+        )
+        if reason:
+            reasons.append(reason)
         if request.qo_len >= MAX_LENGTH or request.kv_len >= MAX_LENGTH:
             reasons.append(f"{self.name} takes qo_len and kv_len below 2^30")
         return reasons

@@ -184,9 +184,11 @@ def _against_reference(call: Call, backend: str) -> float:
         return math.inf
     right, right_lse = call.run("reference", o_dtype=torch.float32)
     size, _ = call.run("reference", v=_absolute(call.v), o_dtype=torch.float32)
-    half_unit = torch.finfo(out.dtype).eps / 2
-    allowed = 1.01 * half_unit * (size + right.abs()) + (2.0**-14 + _turned(call)) * size
-    if out.dtype == torch.float16:
+    dtype = support.kernel_dtype(call.q.dtype, out.dtype)
+    half_unit, out_half_unit = (torch.finfo(each).eps / 2 for each in (dtype, out.dtype))
+    allowed = 1.01 * (half_unit * size + out_half_unit * right.abs())
+    allowed = allowed + (2.0**-14 + _turned(call)) * size
+    if dtype == torch.float16:
         allowed = allowed + 2.0**-25 * (1 + call.k.shape[0] * _absolute(call.v).float().amax())
     lse_allowed = torch.full_like(right_lse, LSE_TOLERANCE + _turned(call))
     # Rows without keys are exactly zero.
@@ -246,7 +248,7 @@ def calls(
     }
     k_hnd, v_hnd = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
     wide = torch.cat((v, k), -1)[..., : head_dims[1]]
-    fp8_k, fp8_v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    fp8_q, fp8_k, fp8_v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
     causal = {"causal": True}
     return [
         Call("full", q, k, v),
@@ -264,4 +266,6 @@ def calls(
         Call("HND", q, k_hnd, v_hnd, {"kv_layout": "HND"}, {}),
         Call("values in a wider tensor", q, k, wide),
         Call("float8 keys and values", q, fp8_k, fp8_v),
+        Call("all float8", fp8_q, fp8_k, fp8_v, {"o_dtype": dtype}, {}),
+        Call("float32 output", q, k, v, {"o_dtype": torch.float32}, {}),
     ]

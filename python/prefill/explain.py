@@ -33,7 +33,9 @@ class Explanation:
     copies: tuple[str, ...]
     """Tensors that pass through a copy first, with the reason."""
     passes: tuple[str, ...] = ()
-    """Tensors that a pass before the kernel rotates or widens, on the way into a copy, and how."""
+    """Tensors that a pass before the kernel rotates or widens, on the way into a copy, and how; and
+    the output, where the kernel cannot write its dtype.
+    """
     packed_heads: int = 1
     """Query heads of one key head whose rows share a row tile; 1 = each head has its own."""
     num_row_tiles: int = 0
@@ -115,7 +117,7 @@ def _kernel(name: str, request: PrefillRequest) -> Kernel:
     kernel = support.find_kernel(
         build,
         name,
-        support.dtype_name(request.q.dtype),
+        support.dtype_name(support.kernel_dtype(request.q.dtype, request.o_dtype)),
         request.head_dim_qk,
         request.head_dim_vo,
     )
@@ -135,16 +137,21 @@ def _copies(request: PrefillRequest) -> tuple[str, ...]:
 
 
 def _passes(request: PrefillRequest) -> tuple[str, ...]:
-    """What `csrc/common/prepare.h` makes of q, k and v."""
+    """What `csrc/common/prepare.h` makes of q, k and v, and the merging of parts of the output."""
     rotated = "qk" if request.pos_encoding_mode == "ROPE_LLAMA" else ""
-    target = support.dtype_name(request.q.dtype)
+    q_dtype, o_dtype = request.q.dtype, request.o_dtype
+    kernel_dtype = support.kernel_dtype(q_dtype, o_dtype)
+    target = support.dtype_name(kernel_dtype)
+    is_fp8 = q_dtype != kernel_dtype
     passes = []
     for name, tensor in (("q", request.q), ("k", request.k), ("v", request.v)):
         steps = []
-        if tensor.dtype != request.q.dtype:
+        if tensor.dtype != kernel_dtype:
             steps.append(f"widened from {support.dtype_name(tensor.dtype)} to {target}")
         if name in rotated:
-            steps.append("rotated")
+            steps.append(f"rotated in {support.dtype_name(q_dtype)}" if is_fp8 else "rotated")
         if steps:
             passes.append(f"{name}: {' and '.join(steps)}")
+    if o_dtype != kernel_dtype:
+        passes.append(f"out: {support.dtype_name(o_dtype)} by way of parts in float32")
     return tuple(passes)

@@ -1,10 +1,10 @@
 """Runs a resolved request: the native op with kernel-ready tensors, or the reference.
 
 Kernels read q, k, v and write out through any outer strides, but want the last dimension dense,
-rows at multiples of 8 elements and 16-byte aligned bases. float8 tensors follow the same rule: the
-pass that widens them reads 8 elements at a time. Masks, bool or packed, are read at any address and
-with any row stride, but want a dense last dimension too. What is not so is copied here, and
-`explain` says so.
+rows at multiples of 8 elements and 16-byte aligned bases. float8 tensors and float32 outputs follow
+the same rule: the passes that widen and merge take 8 elements, or 4, at a time. Masks, bool or
+packed, are read at any address and with any row stride, but want a dense last dimension too. What
+is not so is copied here, and `explain` says so.
 
 Two ops, one signature. `prefill::attention` is the library's. `prefill::prepared_attention` is
 Python's: it prepares the tensors, then calls the former. Eager calls run that function directly; a
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefill import support
+from prefill import flops, support
 from prefill.reference import reference_attention
 from prefill.request import PrefillRequest
 
@@ -43,7 +43,10 @@ def _fake_attention(*args: object) -> None:
 
 
 def register() -> None:
-    """Give the library's op a fake kernel and define the op that compiled graphs hold."""
+    """Give the library's op a fake kernel and define the op that compiled graphs hold.
+
+    Torch's flop counter is told of both.
+    """
     global _attention, _prepared_attention
     library: Any = torch.library.Library("prefill", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("prepared_attention" + _SIGNATURE)
@@ -53,6 +56,7 @@ def register() -> None:
     _registrations.append(library)
     _attention = torch.ops.prefill.attention.default
     _prepared_attention = torch.ops.prefill.prepared_attention.default
+    flops.register()
 
 
 def run(

@@ -1,10 +1,10 @@
 """The reference backend: attention as specified, in plain torch, for every argument and device.
 
-It is the oracle that the kernels are measured against, the backend of CPU tensors, and the answer
-to a call that no kernel serves yet. Everything is computed in float64: 16-bit and fp8 inputs enter
-without loss, logits of any size stay exact, and TF32 or other reduced-precision modes of torch's
-matmuls cannot apply. Only the results are rounded. So a device must have float64; on data-centre
-GPUs that runs at about the float32 rate, elsewhere more slowly.
+It is the oracle that the kernels are measured against, and the backend of CPU tensors, of devices
+and builds without kernels, and of lengths of 2^30 and more. Everything is computed in float64:
+16-bit and fp8 inputs enter without loss, logits of any size stay exact, and TF32 or other
+reduced-precision modes of torch's matmuls cannot apply. Only the results are rounded. So a device
+must have float64; on data-centre GPUs that runs at about the float32 rate, elsewhere more slowly.
 
 Memory: the work goes in blocks of at most `_BLOCK_ELEMENTS` logits (or one query row's, if that is
 more), a handful of which live at once, so a call of any size needs under 512 MiB beside its

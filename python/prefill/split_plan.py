@@ -41,9 +41,10 @@ def split_plan(
     scale_q = request.scale_q
     is_one_scale = scale_q is None or scale_q.stride(0) == 0
     packs = request.pos_encoding_mode != "ALIBI" and is_one_scale
+    dtype = support.kernel_dtype(request.q.dtype, request.o_dtype)
     answer = _ask(
         backend,
-        support.dtype_name(request.q.dtype),
+        support.dtype_name(dtype),
         request.qo_len,
         request.kv_len,
         request.num_qo_heads,
@@ -53,6 +54,7 @@ def split_plan(
         window_left,
         window_right,
         packs,
+        request.o_dtype != dtype,
         num_sms,
         num_splits,
     )

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from prefill.request import FP8_DTYPES
+
 LIBRARY_NAME = "_kernels.so"
 NO_LIBRARY = (
     "this installation has no compiled kernels: it was built with PREFILL_KERNELS=OFF, or where no "
@@ -196,6 +198,17 @@ def arch_runs_on(arch: str, capability: tuple[int, int]) -> bool:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def kernel_dtype(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
+    """What the kernel of a call computes in: the library's own rule (`csrc/common/torch_ops.cpp`).
+
+    float8 is widened, exactly, to what is written, or else to float16: of 16 bits it has the more
+    digits for softmax weights.
+    """
+    if q_dtype not in FP8_DTYPES:
+        return q_dtype
+    return torch.bfloat16 if o_dtype == torch.bfloat16 else torch.float16
 
 
 def _class_order(kernel: Kernel) -> int:

@@ -20,6 +20,7 @@ using prefill::Rope;
 using prefill::RopeTurns;
 using prefill::Rotation;
 using prefill::SourceType;
+using prefill::SourceTypes;
 using prefill::TensorView;
 using prefill::test::Random;
 
@@ -83,8 +84,8 @@ void check_quarters() {
 
 // Every element of every row from `first_row` on belongs to one item of one block, and none before.
 void check_job(int length, int num_heads, int head_dim, int first_row) {
-  const PrepareJob job = PrepareJob::of({nullptr, 0, 0}, SourceType::same, true, 0, first_row,
-                                        length, num_heads, head_dim);
+  const PrepareJob job = PrepareJob::of({nullptr, 0, 0}, SourceType::same, true, SourceType::same,
+                                        0, first_row, length, num_heads, head_dim);
   const std::string where = std::to_string(length) + " x " + std::to_string(num_heads) + " x " +
                             std::to_string(head_dim) + " from " + std::to_string(first_row);
   CHECK_EQ(job.row_elements(), int64_t{num_heads} * head_dim);
@@ -117,8 +118,8 @@ void check_jobs(Random& random) {
       check_job(length, num_heads, head_dim, random.integer(0, length - 1));
     }
   }
-  const PrepareJob longest =
-      PrepareJob::of({nullptr, 0, 0}, SourceType::same, true, 0, 0, (1 << 30) - 1, 4, 256);
+  const PrepareJob longest = PrepareJob::of({nullptr, 0, 0}, SourceType::same, true,
+                                            SourceType::same, 0, 0, (1 << 30) - 1, 4, 256);
   const int last = static_cast<int>(longest.num_blocks) - 1;
   CHECK_EQ(longest.block_begin(last) + longest.rows_of(last), (1 << 30) - 1);
   CHECK_EQ(longest.target_bytes(), (int64_t{1} << 30) * 4 * 256 * 2 - 4 * 256 * 2);
@@ -140,11 +141,11 @@ PrefillParams make_params() {
 }
 
 // What is prepared, and where: copies do not overlap, and what needs none stays.
-void check_pass(bool rotates, SourceType k_type, SourceType v_type) {
+void check_pass(bool rotates, const SourceTypes& types) {
   const PrefillParams given = make_params();
   PrefillParams params = given;
   const auto rope = rotates ? std::optional<Rope>({1., 1e4}) : std::nullopt;
-  PreparePass pass = PreparePass::of(params, k_type, v_type, rope, 64);
+  PreparePass pass = PreparePass::of(params, types, rope, 64);
   std::vector<char> workspace(pass.workspace_bytes());
   pass.carve(workspace.data(), params);
   char* free = workspace.data();
@@ -161,14 +162,19 @@ void check_pass(bool rotates, SourceType k_type, SourceType v_type) {
           job.target.data == after.data);
     free = static_cast<char*>(after.data) + int64_t{2} * length * num_heads * head_dim;
   };
-  const bool k_is_needed = rotates || k_type != SourceType::same;
-  check(rotates, pass.q, given.q, params.q, 10, 6, 72);
-  check(k_is_needed, pass.k, given.k, params.k, 1000, 2, 72);
-  check(v_type != SourceType::same, pass.v, given.v, params.v, 1000, 2, 40);
+  check(rotates || types.q != SourceType::same, pass.q, given.q, params.q, 10, 6, 72);
+  check(rotates || types.k != SourceType::same, pass.k, given.k, params.k, 1000, 2, 72);
+  check(types.v != SourceType::same, pass.v, given.v, params.v, 1000, 2, 40);
   CHECK(free <= workspace.data() + workspace.size());
-  CHECK_EQ(pass.q.first_position, rotates ? 990 : 0);
+  CHECK_EQ(pass.num_blocks() > 0, rotates || !types.all_same());
+  CHECK_EQ(pass.q.first_position, pass.q.is_needed() ? 990 : 0);
   CHECK_EQ(pass.k.first_position, 0);
   CHECK(pass.q.rotates == rotates && pass.k.rotates == rotates && !pass.v.rotates);
+  CHECK(!pass.q.is_needed() || pass.q.type == types.q);
+  CHECK(!pass.k.is_needed() || pass.k.type == types.k);
+  CHECK(!pass.v.is_needed() || pass.v.type == types.v);
+  // The contract: to q's dtype, whatever k's is.
+  if (rotates) CHECK(pass.q.rounded == types.q && pass.k.rounded == types.q);
 }
 
 // No KV tile that the kernels read begins before the first key that is prepared.
@@ -177,8 +183,8 @@ void check_first_keys() {
     for (int window = 0; window < 1010; ++window) {
       PrefillParams params = make_params();
       params.window_left = window;
-      const PreparePass pass =
-          PreparePass::of(params, SourceType::same, SourceType::float8_e5m2, Rope{1., 1.}, tile_n);
+      const SourceTypes types{SourceType::same, SourceType::same, SourceType::float8_e5m2};
+      const PreparePass pass = PreparePass::of(params, types, Rope{1., 1.}, tile_n);
       const auto tiles = prefill::BandMask::of(params).kv_tiles(0, 64, tile_n);
       CHECK_EQ(pass.k.first_row, tiles.begin * tile_n, "window " << window);
       CHECK_EQ(pass.v.first_row, pass.k.first_row);
@@ -194,10 +200,12 @@ int main() {
   check_angles(random);
   check_quarters();
   check_jobs(random);
+  constexpr SourceType kTypes[] = {SourceType::same, SourceType::float8_e4m3,
+                                   SourceType::float8_e5m2};
   for (bool rotates : {false, true}) {
-    for (SourceType type : {SourceType::same, SourceType::float8_e4m3, SourceType::float8_e5m2}) {
-      for (SourceType v_type : {SourceType::same, SourceType::float8_e4m3}) {
-        check_pass(rotates, type, v_type);
+    for (SourceType q : kTypes) {
+      for (SourceType k : kTypes) {
+        for (SourceType v : kTypes) check_pass(rotates, {q, k, v});
       }
     }
   }

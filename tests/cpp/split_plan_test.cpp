@@ -34,8 +34,8 @@ PrefillParams make_params(int qo_len, int kv_len, int num_qo_heads, int num_kv_h
 }
 
 SplitPlan plan_of(const PrefillParams& params, const KernelInfo& kernel = kFa3, int num_splits = 0,
-                  bool can_pack = true) {
-  return SplitPlanner(params, kernel, can_pack).plan(num_splits);
+                  bool can_pack = true, bool only_parts = false) {
+  return SplitPlanner(params, kernel, can_pack, only_parts).plan(num_splits);
 }
 
 struct Asked {
@@ -49,9 +49,10 @@ std::ostream& operator<<(std::ostream& stream, const Asked& asked) {
                 << params.num_kv_heads << " heads, asked for " << asked.num_splits;
 }
 
-void check_sane(const PrefillParams& params, const KernelInfo& kernel, int num_splits) {
+void check_sane(const PrefillParams& params, const KernelInfo& kernel, int num_splits,
+                bool only_parts) {
   const Asked asked{params, num_splits};
-  const SplitPlan plan = plan_of(params, kernel, num_splits);
+  const SplitPlan plan = plan_of(params, kernel, num_splits, true, only_parts);
   const int group = params.num_qo_heads / params.num_kv_heads;
   CHECK_EQ(group % plan.packed_heads, 0, asked);
   CHECK(plan.packed_heads >= 1 && plan.packed_heads <= RowMap::kBlock, asked);
@@ -66,13 +67,19 @@ void check_sane(const PrefillParams& params, const KernelInfo& kernel, int num_s
   CHECK(plan.has_parts() || plan.num_splits == 1, asked);
   // What bounds the memory for parts: of the rule's own plans.
   const int slots = kSms * (kernel.threads == kFa2.threads ? 2 : 1);
-  if (num_splits == 0) CHECK(!plan.has_parts() || plan.num_parts() <= 8 * slots, asked);
+  const bool are_few = plan.num_parts() <= 8 * slots;
+  if (only_parts) {
+    CHECK_EQ(plan.num_whole, 0, asked);
+    if (num_splits == 0) CHECK(are_few || plan.num_parts() == plan.num_row_tiles, asked);
+  } else if (num_splits == 0) {
+    CHECK(!plan.has_parts() || are_few, asked);
+  }
   if (num_splits > 0) {
     CHECK_EQ(plan.num_splits, num_splits, asked);
     CHECK_EQ(plan.num_whole, 0, asked);
   }
   // The same call gives the same plan.
-  const SplitPlan again = plan_of(params, kernel, num_splits);
+  const SplitPlan again = plan_of(params, kernel, num_splits, true, only_parts);
   CHECK_EQ(again.num_splits, plan.num_splits, asked);
   CHECK_EQ(again.packed_heads, plan.packed_heads, asked);
   CHECK_EQ(again.num_whole, plan.num_whole, asked);
@@ -89,7 +96,7 @@ int main() {
                     random.integer(1, random.integer(0, 1) ? 3000 : 1 << 20), num_kv_heads * group,
                     num_kv_heads, random.integer(0, 1) == 1);
     check_sane(params, random.integer(0, 1) ? kFa3 : kFa2,
-               random.integer(0, 1) ? 0 : random.integer(1, 64));
+               random.integer(0, 1) ? 0 : random.integer(1, 64), random.integer(0, 1) == 1);
   }
 
   // One token over a long cache: every SM has a part, and a KV head's queries share a row tile.
@@ -109,7 +116,18 @@ int main() {
     CHECK(!plan_of(make_params(4096, 4096, 32, 8, causal)).has_parts(), "4k");
     CHECK(!plan_of(make_params(512, 512, 32, 8, causal)).has_parts(), "512");
     CHECK(!plan_of(make_params(1 << 29, 1 << 29, 256, 256, causal)).has_parts(), "all");
+    // Where only the merging can write the output, each row tile is one part.
+    for (int length : {4096, 16384}) {
+      const SplitPlan all =
+          plan_of(make_params(length, length, 32, 8, causal), kFa3, 0, true, true);
+      CHECK_EQ(all.num_whole, 0, length);
+      CHECK_EQ(all.num_splits, 1, length);
+      CHECK_EQ(all.num_parts(), int64_t{all.num_row_tiles}, length);
+    }
   }
+  // Short calls are laid out as ever.
+  const SplitPlan short_call = plan_of(make_params(1, 128 << 10, 32, 4, true), kFa3, 0, true, true);
+  CHECK(short_call.packed_heads == 8 && short_call.num_splits > 1, short_call.num_splits);
   // A last wave of 52 row tiles on 132 SMs.
   const SplitPlan tail = plan_of(make_params(2048, 8192, 28, 4, false));
   CHECK_EQ(tail.num_whole, 3 * kSms);

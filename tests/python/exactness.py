@@ -12,7 +12,9 @@ The truth is computed in float64. A kernel may be off by
    elements the largest error is a matter of luck, so this holds from `ENOUGH` elements on, and a
    quarter of the output's own rounding is allowed on top.
 
-Rotated q and k are rounded to 16 bits. A kernel rotates in float32, off by 2^-22 of the size of a
+float8 queries are computed in 16 bits: those of a 16-bit output, else float16.
+
+Rotated q and k are rounded to q's dtype. A kernel rotates in float32, off by 2^-22 of the size of a
 pair: of a few thousand values one lies so near the middle of two neighbours that it may become the
 other one. What these few could move is allowed for.
 
@@ -192,13 +194,16 @@ def expect(
     Keys that no row sees may be left out at the beginning: `first_key` of them.
     """
     turned = pos_encoding_mode == "ROPE_LLAMA"
-    kind_of_weights = torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
+    natural = torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
+    o_dtype = natural if o_dtype is None else o_dtype
+    kind_of_weights = natural
+    if q.dtype in FP8_DTYPES and o_dtype != torch.bfloat16:
+        kind_of_weights = torch.float16
     if turned:
         turn = (rope_scale or 1.0, rope_theta or 1e4, q.dtype)
         q, q_change = rotated(q, first_key + k.shape[0] - q.shape[0], *turn)
         k, k_change = rotated(k, first_key, *turn)
     heads, kv_heads = q.shape[1], k.shape[1]
-    o_dtype = kind_of_weights if o_dtype is None else o_dtype
     group = heads // kv_heads
     device = q.device
     scale = (

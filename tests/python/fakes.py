@@ -79,6 +79,7 @@ class StubPlan:
         window_left: int,
         window_right: int,
         packs: bool,
+        only_parts: bool,
         num_sms: int,
         num_splits: int,
     ) -> str:

@@ -100,22 +100,65 @@ def test_cpu_takes_the_reference() -> None:
         resolve(request(backend="fa2"), CPU)
 
 
-LACKING: dict[str, tuple[dict[str, Any], str]] = {
-    "o_dtype": ({"o_dtype": torch.float32}, "o_dtype=torch.float32"),
-    "fp8 q": ({"dtype": torch.float8_e4m3fn}, "float8 q"),
-}
+def long_request(**kwargs: Any) -> PrefillRequest:
+    """More keys than kernels count, in no memory."""
+    k = torch.empty(1, 1, 8, dtype=torch.float16).expand(1 << 30, 1, 8)
+    return make_request(torch.zeros(1, 1, 8, dtype=torch.float16), k, k, **kwargs)
 
 
 @pytest.mark.usefixtures("full_build")
-@pytest.mark.parametrize("name", LACKING)
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_what_the_kernels_lack_goes_to_the_reference(name: str, backend: str) -> None:
-    changes, text = LACKING[name]
-    assert resolve(request(**changes), H100) == "reference"
-    [reason] = reasons(backend, request(**changes), H100)
-    assert text in reason
+def test_what_the_kernels_lack_goes_to_the_reference(backend: str) -> None:
+    assert resolve(long_request(), H100) == "reference"
+    [reason] = reasons(backend, long_request(), H100)
+    assert "2^30" in reason
     with pytest.raises(NotImplementedError, match="backend='reference' can"):
-        resolve(request(**changes, backend=backend), H100)
+        resolve(long_request(backend=backend), H100)
+
+
+KERNEL_DTYPES = [
+    (torch.float16, None, "float16"),
+    (torch.float16, torch.bfloat16, "float16"),
+    (torch.bfloat16, torch.float16, "bfloat16"),
+    (torch.bfloat16, torch.float32, "bfloat16"),
+    *((dtype, None, "bfloat16") for dtype in FP8),
+    *((dtype, torch.bfloat16, "bfloat16") for dtype in FP8),
+    *((dtype, torch.float16, "float16") for dtype in FP8),
+    *((dtype, torch.float32, "float16") for dtype in FP8),
+]
+
+
+@pytest.mark.parametrize(("dtype", "o_dtype", "kernel"), KERNEL_DTYPES)
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_every_output_of_every_query(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    dtype: torch.dtype,
+    o_dtype: torch.dtype | None,
+    kernel: str,
+) -> None:
+    """The kernel of that dtype is enough, and without it there is none."""
+    call = request(dtype=dtype, o_dtype=o_dtype, backend=backend)
+    monkeypatch.setattr(support, "_native", library(dtypes=(kernel,)))
+    assert resolve(call, H100) == backend
+    [other] = {"float16", "bfloat16"} - {kernel}
+    monkeypatch.setattr(support, "_native", library(dtypes=(other,)))
+    [reason] = reasons(backend, call, H100)
+    assert reason == f"{kernel} is not in this build of {backend}, which has {other}"
+
+
+@pytest.mark.usefixtures("full_build")
+@pytest.mark.parametrize("k", FP8)
+@pytest.mark.parametrize("v", FP8)
+@pytest.mark.parametrize("q", FP8)
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_float8_dtypes_may_differ(
+    backend: str, q: torch.dtype, k: torch.dtype, v: torch.dtype
+) -> None:
+    shapes = ((2, 4, 72), (3, 2, 72), (3, 2, 40))
+    tensors = (torch.zeros(s).to(d) for s, d in zip(shapes, (q, k, v), strict=True))
+    call = make_request(*tensors, pos_encoding_mode="ROPE_LLAMA", backend=backend)
+    assert resolve(call, H100) == backend
 
 
 @pytest.mark.usefixtures("full_build")
@@ -126,7 +169,7 @@ def test_fp16_reduction_leaves_the_choice_to_the_backend(backend: str) -> None:
 
 @pytest.mark.usefixtures("full_build")
 def test_all_reasons_are_given_at_once() -> None:
-    call = request(o_dtype=torch.float32, backend="fa3")
+    call = long_request(backend="fa3")
     found = reasons("fa3", call, cuda(8, 0))
     assert len(found) == 2
     with pytest.raises(NotImplementedError) as caught:
@@ -306,14 +349,6 @@ def test_unloadable_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     assert "do not load with torch" in found.missing
 
 
-def test_too_long_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_native", library())
-    k = torch.empty(1, 1, 8, dtype=torch.float16).expand(1 << 30, 1, 8)
-    call = make_request(torch.zeros(1, 1, 8, dtype=torch.float16), k, k)
-    [reason] = reasons("fa2", call, H100)
-    assert "2^30" in reason
-
-
 def test_explain_native(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cuda(9, 0))
     q = torch.randn(2, 4, 80).half()
@@ -394,6 +429,26 @@ def test_explain_tells_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "pass:    v: widened from float8_e4m3fn to bfloat16" in str(told)
 
+    parts = "by way of parts in float32"
+    assert prefill.explain(q, kv, kv, o_dtype=torch.float32).passes == (f"out: float32 {parts}",)
+    assert prefill.explain(q, kv, kv, o_dtype=torch.float16).passes == ()
+    small_q = q.to(torch.float8_e5m2)
+    told = prefill.explain(small_q, small, small)
+    assert told.kernel == "fa3_bfloat16_64x64"
+    assert told.passes == (
+        "q: widened from float8_e5m2 to bfloat16",
+        "k: widened from float8_e4m3fn to bfloat16",
+        "v: widened from float8_e4m3fn to bfloat16",
+    )
+    told = prefill.explain(small_q, small, small, o_dtype=torch.float32, **rope)
+    assert told.kernel == "fa3_float16_64x64"
+    assert told.passes == (
+        "q: widened from float8_e5m2 to float16 and rotated in float8_e5m2",
+        "k: widened from float8_e4m3fn to float16 and rotated in float8_e5m2",
+        "v: widened from float8_e4m3fn to float16",
+        f"out: float32 {parts}",
+    )
+
 
 def test_explain_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = pretend(monkeypatch, cuda(8, 6))
@@ -403,7 +458,8 @@ def test_explain_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.reason == "auto: first in priority that can; fa3 cannot"
     assert "compute capability 8.6" in told.rejected["fa3"][0]
 
-    told = prefill.explain(q, q, q, o_dtype=torch.float32)
+    long = q[:1, :1, :8].expand(1 << 30, 1, 8)
+    told = prefill.explain(q[:, :1, :8], long, long)
     assert told.backend == "reference"
     assert told.kernel is None
     assert [len(r) for r in told.rejected.values()] == [2, 1]

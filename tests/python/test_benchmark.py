@@ -32,6 +32,7 @@ from prefill.bench.cases import (
     expand,
     masked,
     parse_lengths,
+    quantised,
     random_sinks,
     select,
     square,
@@ -147,6 +148,47 @@ def test_features_grid() -> None:
             assert FEATURES.index(plain) < FEATURES.index(case)
             whole_mask = case.variant.arguments.keys() & {"custom_mask", "packed_custom_mask"}
             assert whole_mask or plain.variant_name == "causal"
+
+
+def test_fp8_grid() -> None:
+    cases = {case.name: case for case in expand(GRIDS["fp8"])}
+    kinds = ["full", "causal", "full float8", "causal float8"]
+    of_d128 = [*kinds, "full float8 kv", "causal float8 kv"]
+    assert list(cases) == [
+        *(f"d128 {length} {kind}" for kind in of_d128 for length in ("2k", "8k", "16k")),
+        *(f"{dims} 8k {kind}" for dims in ("d64", "d256", "d192/128") for kind in kinds),
+    ]
+    for name, case in cases.items():
+        plain = name.removesuffix(" kv").removesuffix(" float8")
+        assert case.baseline == (None if plain == name else plain)
+        assert plain in cases
+        assert case.o_dtype == torch.bfloat16
+    e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    whole, mixed = cases["d128 8k causal float8"], cases["d128 8k causal float8 kv"]
+    assert (whole.dtypes, mixed.dtypes) == ((e4m3,) * 3, (bf16, e4m3, e4m3))
+    assert cases["d128 8k causal"].dtypes == (bf16,) * 3
+    assert whole.input_bytes == 8192 * 128 * (32 + 8 + 8)
+    assert mixed.input_bytes == 8192 * 128 * (2 * 32 + 8 + 8)
+    assert cases["d192/128 8k full"].input_bytes == 8192 * 32 * 2 * (192 + 192 + 128)
+    assert set(whole.arguments(CPU)) == {"causal", "scale_q", "scale_k", "scale_v"}
+    assert set(mixed.arguments(CPU)) == {"causal", "scale_k", "scale_v"}
+    assert (whole.describe()["float8"], mixed.describe()["float8"]) == ("qkv", "kv")
+
+
+@pytest.mark.parametrize("float8", ["qkv", "kv"])
+def test_float8_is_computed_in_the_case_s_dtype(
+    monkeypatch: pytest.MonkeyPatch, float8: str
+) -> None:
+    pretend(monkeypatch)
+    case = small(quantised(float8, "causal", causal=True), Length(60, 90))
+    inputs = case.inputs(CPU, case.arguments(CPU), 0)
+    assert (inputs.q.dtype, inputs.k.dtype, inputs.v.dtype) == case.dtypes
+    call = contenders.available()["fa3"].prepare(case, inputs)
+    checker = Checker(case, inputs)
+    assert checker.problem(call()) == ""
+    unscaled = case.inputs(CPU, {"causal": True}, 0)
+    wrong = contenders.available()["fa3"].prepare(case, unscaled)()
+    assert "times the tolerance" in checker.problem(wrong)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

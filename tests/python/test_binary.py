@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
 
 from prefill import support
@@ -44,6 +45,13 @@ NEEDED = {
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OLD_GLIBC = {"libdl.so.2", "libpthread.so.0", "librt.so.1"}  # parts of libc before 2.34
 TORCH_STABLE = re.compile(r"(aoti_torch|torch)_[a-z0-9_]+")
+OLDEST_TORCH = Path(__file__).with_name("torch_2_10_symbols.txt")
+NEWEST_VERSIONS = {  # what manylinux_2_34 allows; docs/building.md names the tag
+    "GLIBC": (2, 34),
+    "GLIBCXX": (3, 4, 29),
+    "CXXABI": (1, 3, 13),
+    "GCC": (11, 0),
+}
 DTYPES = {"0": "float16", "1": "bfloat16"}  # enum class DType
 
 MAIN_KERNEL = re.compile(
@@ -273,6 +281,44 @@ def test_undefined_symbols() -> None:
     torch_symbols = [name for name in undefined if "torch" in name]
     assert torch_symbols
     assert not [name for name in torch_symbols if not TORCH_STABLE.fullmatch(name)]
+
+
+def test_torch_symbols_are_in_the_oldest_torch() -> None:
+    """What torch 2.10 exports, whatever torch the library was built with."""
+    lines = OLDEST_TORCH.read_text().splitlines()
+    exported = {line for line in lines if not line.startswith("#")}
+    assert build().torch_target == "2.10"
+    _, undefined = symbols()
+    assert not {name for name in undefined if "torch" in name} - exported
+
+
+def test_runtime_versions_are_old_enough() -> None:
+    """Of glibc, libstdc++ and libgcc: what the manylinux tag promises."""
+    with LIBRARY.open("rb") as file:
+        section = ELFFile(file).get_section_by_name(".gnu.version_r")
+        assert isinstance(section, GNUVerNeedSection)
+        versions = {version.name for _, needed in section.iter_versions() for version in needed}
+    assert any(version.startswith("GLIBC_") for version in versions)
+    for version in versions:
+        family, _, number = version.partition("_")
+        assert tuple(int(part) for part in number.split(".")) <= NEWEST_VERSIONS[family], version
+
+
+def test_segments() -> None:
+    """No stack that runs code, no segment both written and run, relocations read-only after."""
+    with LIBRARY.open("rb") as file:
+        elf = ELFFile(file)
+        flags = [(segment.header.p_type, segment.header.p_flags) for segment in elf.iter_segments()]
+        section = elf.get_section_by_name(".dynamic")
+        assert isinstance(section, DynamicSection)
+        tags = {tag.entry.d_tag for tag in section.iter_tags()}
+    runs, written = 1, 2
+    assert [flag & runs for kind, flag in flags if kind == "PT_GNU_STACK"] == [0]
+    assert not [
+        flag for kind, flag in flags if kind == "PT_LOAD" and flag & runs and flag & written
+    ]
+    assert "PT_GNU_RELRO" in {kind for kind, _ in flags}
+    assert "DT_TEXTREL" not in tags
 
 
 def in_subprocess(code: str) -> dict[str, object]:

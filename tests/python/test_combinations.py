@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases import BFLOAT16, E4M3, FLOAT16, PLAIN, VALUES, Case, check, make_call
+from cases import E4M3, FLOAT16, PLAIN, VALUES, Case, check, make_call
 from combinations import (
     NUMBERS,
     Seeded,
@@ -78,33 +78,27 @@ def test_a_set_with_a_case_less_does_not_cover() -> None:
     assert not with_all(cases[:-1]) >= wanted
 
 
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_kernels_are_asked_for_all_but_what_they_refuse(backend: str) -> None:
-    """Whatever joins: these are in the sets now, and stay."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_is_asked_for_everything(backend: str) -> None:
     held = {(name, getattr(case, name)) for case in covering_set(backend) for name in VALUES}
-    later = {"dtypes", "position", "fp16_reduction", "o_dtype"}
-    assert {(n, v) for n, values in VALUES.items() if n not in later for v in values} <= held
-    assert {("dtypes", (dtype,) * 3) for dtype in (FLOAT16, BFLOAT16)} <= held
-    assert {("position", p) for p in ("none", "ALiBi", "ALiBi, slopes")} <= held
-    assert {("o_dtype", "default"), ("o_dtype", "same"), ("fp16_reduction", False)} <= held
-
-
-def test_the_reference_is_asked_for_everything() -> None:
-    held = {(name, getattr(case, name)) for case in covering_set("reference") for name in VALUES}
     assert held == {(name, value) for name, values in VALUES.items() for value in values}
 
 
-def test_a_backend_that_refuses_less_is_asked_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_refuses_more_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefill.backends import NativeBackend
 
+    def no_rope(_: NativeBackend, request: PrefillRequest, __: object) -> list[str]:
+        return ["no RoPE"] if request.pos_encoding_mode == "ROPE_LLAMA" else []
+
     rope, mixed = replace(PLAIN, position="RoPE"), replace(PLAIN, dtypes=MIXED)
-    monkeypatch.setattr(NativeBackend, "unsupported_reasons", lambda *_: [])
-    for case in (rope, mixed):
-        takers.cache_clear()
-        assert "fa3" in takers(case)
-    both = frozenset((("position", "RoPE"), ("dtypes", MIXED)))
+    monkeypatch.setattr(NativeBackend, "unsupported_reasons", no_rope)
+    takers.cache_clear()
     try:
-        assert both in with_all(covering_set.__wrapped__("fa3"))
+        assert takers(rope) == {"reference"}
+        assert takers(mixed) == set(BACKENDS)
+        cases = covering_set.__wrapped__("fa3")
+        assert not any(case.position.startswith("RoPE") for case in cases)
+        assert any(case.dtypes == MIXED for case in cases)
     finally:
         takers.cache_clear()
 

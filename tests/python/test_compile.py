@@ -75,13 +75,18 @@ def test_reference_compiles_whole(compiler: str, name: str) -> None:
     same(compiled(*tensors, **kwargs), call(*tensors, **kwargs))
 
 
+@pytest.mark.parametrize("o_dtype", [None, torch.float32])
+@pytest.mark.parametrize("q_dtype", [torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_fp8_keys_compile_whole(stub: StubKernel, compiler: str) -> None:
+def test_fp8_compiles_whole(
+    stub: StubKernel, compiler: str, q_dtype: torch.dtype, o_dtype: torch.dtype | None
+) -> None:
     q, k, v = inputs()
-    tensors = (q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e5m2))
-    expected = call(*tensors, causal=True, v_scale=0.5)
+    tensors = (q.to(q_dtype), k.to(torch.float8_e4m3fn), v.to(torch.float8_e5m2))
+    arguments: dict[str, Any] = {"causal": True, "v_scale": 0.5, "o_dtype": o_dtype}
+    expected = call(*tensors, **arguments)
     compiled = torch.compile(call, fullgraph=True, backend=compiler)
-    same(compiled(*tensors, causal=True, v_scale=0.5), expected)
+    same(compiled(*tensors, **arguments), expected)
     assert {c["backend"] for c in stub.calls} == {"fa3"}
 
 

@@ -19,11 +19,15 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if (blocks := list(BLOCK.finditer(path.read_text())))
 }
+OPTIONAL = {"docs/diffusers.md": "diffusers", "docs/transformers.md": "transformers"}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_flashinfer(monkeypatch)
+    if page == "docs/flashinfer.md":
+        fake_flashinfer(monkeypatch)
+    if page in OPTIONAL:
+        pytest.importorskip(OPTIONAL[page])
     text = (ROOT / page).read_text()
     namespace: dict[str, object] = {"__name__": page}
     for block in PAGES[page]:
@@ -33,7 +37,7 @@ def test_code(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_with_code_are_found() -> None:
-    assert {"README.md", "docs/flashinfer.md", "docs/masks.md"} <= set(PAGES)
+    assert {"README.md", "docs/flashinfer.md", "docs/fp8.md", "docs/masks.md", *OPTIONAL} <= set(PAGES)
 
 
 def test_links() -> None:
@@ -41,3 +45,19 @@ def test_links() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def sources() -> str:
+    """The texts of the package and of its build, adjacent string literals joined."""
+    paths = [*(ROOT / "python/prefill").glob("*.py"), ROOT / "cmake/prefill_build.py"]
+    joined = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(path.read_text() for path in paths))
+    return " ".join(joined.split())
+
+
+def test_troubleshooting_quotes_real_texts() -> None:
+    """What stands in backquotes and then a colon, first in a line of its list, is a message."""
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall(r"^- (?:\*\*)?`([^`]+)`(?:\*\*)?:", text, re.MULTILINE)
+    assert len(quoted) > 15
+    there = sources()
+    assert not [message for message in quoted if message not in there]

@@ -290,7 +290,7 @@ def test_logit_terms_reach_the_op(stub: StubKernel) -> None:
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("v_dtype", FP8)
 @pytest.mark.parametrize("k_dtype", FP8)
-@pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16, *FP8])
 def test_fp8_reaches_the_op_where_it_lies(
     stub: StubKernel, q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dtype, rope: bool
 ) -> None:
@@ -307,17 +307,38 @@ def test_fp8_reaches_the_op_where_it_lies(
     for given, is_copied in ((v, False), (odd_v, True), (off_v, True)):
         stub.calls.clear()
         result = run(q, k, given, **arguments)
-        assert result[0].dtype == q_dtype
+        assert result[0].dtype == (torch.bfloat16 if q_dtype in FP8 else q_dtype)
         expected = run(q, k, v, backend="reference", **arguments)
         tolerance = 2e-3 if q_dtype == torch.float16 else 2e-2
         torch.testing.assert_close(result[0], expected[0], rtol=tolerance, atol=1e-5)
         torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
         call = only_call(stub)
+        assert call["q"].data_ptr() == q.data_ptr()
+        assert call["q"].dtype == q_dtype
         assert call["k"].data_ptr() == k.data_ptr()
         assert (call["k"].dtype, call["v"].dtype) == (k_dtype, v_dtype)
         assert (call["v"].data_ptr() != given.data_ptr()) == is_copied
         assert call["v"].data_ptr() % 16 == 0
         assert torch.equal(call["v"].half(), v.half())
+
+
+@pytest.mark.parametrize("o_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *FP8])
+def test_every_output_is_the_op_s(
+    stub: StubKernel, dtype: torch.dtype, o_dtype: torch.dtype
+) -> None:
+    """The op writes `out` whatever its dtype, into a copy alone where it cannot address it."""
+    q, k, v = (half(n, h, D).to(dtype) for n, h in ((QO, HQ), (KV, HK), (KV, HK)))
+    expected = run(q, k, v, backend="reference", o_dtype=o_dtype)
+    odd = torch.empty(QO, HQ, D + 4, dtype=o_dtype)[..., :D]
+    for out in (None, torch.empty(QO, HQ, D, dtype=o_dtype), odd):
+        stub.calls.clear()
+        result = run(q, k, v, o_dtype=o_dtype, out=out)
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+        assert out is None or result is out
+        given = only_call(stub)["out"]
+        assert given.dtype == o_dtype
+        assert (given.data_ptr() == result.data_ptr()) == (out is not odd)
 
 
 def test_no_visible_keys(stub: StubKernel) -> None:

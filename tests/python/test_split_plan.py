@@ -48,6 +48,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "soft cap and sinks": ({"logits_soft_cap": 30.0, "sinks": SLOPES}, {}),
     "fa2": ({"backend": "fa2"}, {"backend": "fa2"}),
     "HND": ({"kv_layout": "HND"}, {}),
+    "the output of q": ({"o_dtype": torch.float16}, {}),
+    "another 16-bit output": ({"o_dtype": torch.bfloat16}, {"only_parts": True}),
+    "a float32 output": ({"o_dtype": torch.float32}, {"only_parts": True}),
 }
 
 
@@ -71,10 +74,29 @@ def test_what_is_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         "window_left": -1,
         "window_right": -1,
         "packs": True,
+        "only_parts": False,
         "num_sms": 78,
         "num_splits": 0,
     }
     assert stub.calls == [asked | changed]
+
+
+@pytest.mark.parametrize(
+    ("o_dtype", "kernel", "only_parts"),
+    [
+        (None, "bfloat16", False),
+        (torch.bfloat16, "bfloat16", False),
+        (torch.float16, "float16", False),
+        (torch.float32, "float16", True),
+    ],
+)
+def test_the_dtype_of_float8_queries(
+    monkeypatch: pytest.MonkeyPatch, o_dtype: torch.dtype | None, kernel: str, only_parts: bool
+) -> None:
+    stub = pretend_build(monkeypatch)
+    call = make_request(*(x.to(torch.float8_e5m2) for x in inputs()), o_dtype=o_dtype)
+    assert split_plan("fa3", call, 132) == WHOLE
+    assert (stub.calls[0]["dtype"], stub.calls[0]["only_parts"]) == (kernel, only_parts)
 
 
 def test_the_dtype_is_that_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +133,9 @@ def test_without_a_kernel_no_plan_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
     for call, num_splits in (
         (make_request(q, k, k, backend="reference"), 1),
         (make_request(q, k[:0], k[:0]), 0),
-        (make_request(q, k, k, o_dtype=torch.float32, backend="fa3"), 0),
+        (make_request(q, k, k, backend="fa3"), 0),
     ):
-        told = explain_request(call, cuda(9, 0))
+        told = explain_request(call, cuda(8, 0))
         assert (told.num_splits, told.packed_heads) == (num_splits, 1)
         assert (told.num_row_tiles, told.num_whole_tiles) == (0, 0)
     assert stub.calls == []
@@ -191,3 +213,9 @@ def test_the_library_plans_without_a_device(device: str) -> None:
     assert plan(1, 1).num_splits == 1
     assert plan(1, 32768, num_splits=5).num_splits == 5
     assert plan(1, 32768, num_splits=1).num_splits == 1
+    [other] = {torch.float16, torch.bfloat16} - {dtype}
+    for o_dtype in (other, torch.float32):
+        assert plan(1, 32768, o_dtype=o_dtype) == decode
+        whole, parts = plan(32768, 32768), plan(32768, 32768, o_dtype=o_dtype)
+        assert whole.num_whole_tiles == whole.num_row_tiles == parts.num_row_tiles
+        assert (parts.num_whole_tiles, parts.num_splits) == (0, 1)

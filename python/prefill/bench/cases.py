@@ -40,12 +40,14 @@ class Variant:
     A value may be a function `(case, device) -> Tensor`, which makes a mask or scales when the
     inputs are made. `pairs` counts the visible pairs of (qo_len, kv_len) where `causal` and
     `window_left` do not say it, as with a custom mask. `baseline` names the plain variant of the
-    same grid whose speed this one's is compared with, contender by contender.
+    same grid whose speed this one's is compared with, contender by contender. `float8` are those of
+    "qkv" that are float8_e4m3fn instead of the grid's dtype.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     pairs: Callable[[int, int], float] | None = None
     baseline: str = ""
+    float8: str = ""
 
 
 FULL_AND_CAUSAL: Mapping[str, Variant] = {"full": Variant(), "causal": Variant({"causal": True})}
@@ -72,6 +74,21 @@ def random_sinks(case: Case, device: torch.device) -> Tensor:
     return torch.randn(case.heads.qo, generator=generator, device=device)
 
 
+def query_scales(case: Case, device: torch.device) -> Tensor:
+    return torch.linspace(0.8, 1.25, case.heads.qo, device=device)
+
+
+def key_scales(case: Case, device: torch.device) -> Tensor:
+    return torch.linspace(0.8, 1.25, case.heads.kv, device=device)
+
+
+def quantised(float8: str, baseline: str, **arguments: Any) -> Variant:
+    """A call with some of q, k and v in float8 and a multiplier for each head of them."""
+    makers = {"q": query_scales, "k": key_scales, "v": key_scales}
+    scales = {f"scale_{name}": makers[name] for name in float8}
+    return Variant({**arguments, **scales}, baseline=baseline, float8=float8)
+
+
 @dataclass(frozen=True)
 class Grid:
     """The product of heads, variants and lengths.
@@ -93,10 +110,21 @@ def square(*lengths: int) -> tuple[Length, ...]:
 
 D128 = Heads(32, 8, 128, 128)
 D64 = Heads(32, 8, 64, 64)
+D256 = Heads(16, 4, 256, 256)
+D192 = Heads(32, 32, 192, 128)
 SOFT_CAP = feature(logits_soft_cap=30.0)
 ALIBI = feature(pos_encoding_mode="ALIBI")
 ROPE = feature(pos_encoding_mode="ROPE_LLAMA")
 WINDOW = feature(window_left=1023)
+FLOAT8: Mapping[str, Variant] = {
+    **FULL_AND_CAUSAL,
+    "full float8": quantised("qkv", "full"),
+    "causal float8": quantised("qkv", "causal", causal=True),
+}
+FLOAT8_KV: Mapping[str, Variant] = {
+    "full float8 kv": quantised("kv", "full"),
+    "causal float8 kv": quantised("kv", "causal", causal=True),
+}
 
 GRIDS: dict[str, tuple[Grid, ...]] = {
     "core": (
@@ -107,7 +135,7 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
     ),
     "dims": (
         Grid(
-            heads=(D64, Heads(16, 4, 256, 256), Heads(32, 32, 192, 128)),
+            heads=(D64, D256, D192),
             lengths=square(2048, 8192, 16384),
         ),
     ),
@@ -187,6 +215,10 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
             names_heads=True,
         ),
     ),
+    "fp8": (  # beside this package's own bfloat16
+        Grid(heads=(D128,), lengths=square(2048, 8192, 16384), variants={**FLOAT8, **FLOAT8_KV}),
+        Grid(heads=(D64, D256, D192), lengths=square(8192), variants=FLOAT8),
+    ),
 }
 
 
@@ -233,8 +265,14 @@ class Case:
         return f"{kind}{heads}{dims} {length} {variant_name}"
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of q, k and v."""
+        float8 = self.variant.float8
+        return tuple(torch.float8_e4m3fn if name in float8 else self.dtype for name in "qkv")
+
+    @property
     def o_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.dtype in FP8_DTYPES else self.dtype
+        return torch.bfloat16 if self.dtypes[0] in FP8_DTYPES else self.dtype
 
     @property
     def pairs(self) -> float:
@@ -253,10 +291,13 @@ class Case:
 
     @property
     def input_bytes(self) -> int:
-        qo, kv = self.length
-        dims = self.heads.dim_qk + self.heads.dim_vo
-        elements = qo * self.heads.qo * self.heads.dim_qk + kv * self.heads.kv * dims
-        return elements * self.dtype.itemsize
+        (qo, kv), heads = self.length, self.heads
+        elements = (
+            qo * heads.qo * heads.dim_qk,
+            kv * heads.kv * heads.dim_qk,
+            kv * heads.kv * heads.dim_vo,
+        )
+        return sum(n * dtype.itemsize for n, dtype in zip(elements, self.dtypes, strict=True))
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -274,16 +315,15 @@ class Case:
     def inputs(self, device: torch.device, arguments: Mapping[str, Any], seed: int) -> Inputs:
         """Random normal inputs: zeros would draw less power and run faster."""
         generator = torch.Generator(device).manual_seed(seed)
-        heads = self.heads
+        heads, (q_dtype, k_dtype, v_dtype) = self.heads, self.dtypes
 
-        def normal(length: int, count: int, dim: int) -> Tensor:
-            shape = (length, count, dim)
-            return torch.randn(shape, generator=generator, device=device).to(self.dtype)
+        def normal(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
 
         return Inputs(
-            normal(self.length.qo, heads.qo, heads.dim_qk),
-            normal(self.length.kv, heads.kv, heads.dim_qk),
-            normal(self.length.kv, heads.kv, heads.dim_vo),
+            normal(q_dtype, self.length.qo, heads.qo, heads.dim_qk),
+            normal(k_dtype, self.length.kv, heads.kv, heads.dim_qk),
+            normal(v_dtype, self.length.kv, heads.kv, heads.dim_vo),
             arguments,
         )
 
@@ -296,6 +336,7 @@ class Case:
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),
+            "float8": self.variant.float8,
             "qo_len": self.length.qo,
             "kv_len": self.length.kv,
             "num_qo_heads": self.heads.qo,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exactness import LOG2_E, Ledger, expect, normal, visible
-from prefill import explain, single_prefill_with_kv_cache
+from prefill import single_prefill_with_kv_cache
 from prefill.data import load_real_activations
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -296,12 +296,3 @@ def test_real_activations(backend: str, length: int) -> None:
     expected = expect(q, k, v, causal=True, sm_scale=real.sm_scale)
     ledger.result("bfloat16", out, lse, expected)
     ledger.finish()
-
-
-def test_what_kernels_lack_runs_on_the_reference(backend: str) -> None:
-    q, k, v = inputs(20, 30)
-    assert explain(q, k, v, o_dtype=torch.float32).backend == "reference"
-    out, _ = run(q, k, v, o_dtype=torch.float32)
-    assert out.isfinite().all()
-    with pytest.raises(NotImplementedError, match="backend='reference' can"):
-        run(q, k, v, o_dtype=torch.float32, backend=backend)
