@@ -163,6 +163,7 @@ class StubKernel:
         joined = torch.cat((logits, sink.double()[:, None, None].expand(-1, qo_len, 1)), -1)
         weights = torch.where(seen, torch.softmax(joined, -1)[..., :-1], 0.0)
         result = torch.einsum("hij,jhd->ihd", weights, values)
+        result = result.masked_fill(~seen.any(-1)[:, None, None], 0.0)  # not 0 * NaN
         out.copy_(result * per_head_v[:, None].double() * v_scale)
         if lse is not None:
             base_2 = torch.logsumexp(joined, -1).t() / math.log(2.0)
