@@ -22,6 +22,7 @@ from prefill.backends import PRIORITY
 from prefill.devices import device_here
 from prefill.packing import packbits
 from prefill.plain import plain_attention
+from prefill.progress import Progress
 from prefill.request import HALF_DTYPES
 from prefill.rope import alibi_slopes
 
@@ -84,31 +85,33 @@ def run(device_name: str | None = None) -> int:
     info = support.device_info(device)
     print(f"checking on {info}")
     passed = True
+    kernels = {name: [] if _missing(name, info) else [*_kernels(name)] for name in _native_names()}
+    groups = len(HALF_DTYPES) * len(REFERENCE_HEAD_DIMS) + sum(map(len, kernels.values()))
+    progress = Progress(groups)
     for dtype in HALF_DTYPES:
         for dims in REFERENCE_HEAD_DIMS:
+            group = f"reference {_group(dtype, dims)}"
+            progress.step(group)
             verdict = _judge(
                 calls(dtype, dims, REFERENCE_LENGTHS, device), "reference", _against_plain
             )
-            passed = _report(f"reference {_group(dtype, dims)}", verdict) and passed
+            passed = _report(group, verdict, progress) and passed
     unchecked = []
-    for name in [backend.name for backend in PRIORITY if backend.name != "reference"]:
-        reason = (
-            support.backend_reason(support.native(), name, info.capability)
-            if info.type == "cuda"
-            else f"it needs a CUDA device, and this is the {info.type}"
-        )
-        for dtype, dims in [] if reason else _kernels(name):
+    for name, rows in kernels.items():
+        for dtype, dims in rows:
             group = f"{name} {_group(dtype, dims)}"
+            progress.step(group)
             if dtype not in HALF_DTYPES:
                 unchecked.append((group, "the check has bounds for 16-bit queries alone"))
                 continue
             verdict = _judge(calls(dtype, dims, KERNEL_LENGTHS, device), name, _against_reference)
             if verdict.calls:
-                passed = _report(group, verdict) and passed
+                passed = _report(group, verdict, progress) and passed
             else:
                 unchecked.append((group, verdict.refused[0]))
-        if reason:
+        if reason := _missing(name, info):
             unchecked.append((name, reason))
+    progress.done()
     for group, reason in unchecked:
         print(f"{group} NOT CHECKED: {reason}")
     if not passed:
@@ -117,6 +120,17 @@ def run(device_name: str | None = None) -> int:
     rest = f"; not checked: {', '.join(group for group, _ in unchecked)}" if unchecked else ""
     print(f"all that was checked is right{rest}")
     return 0
+
+
+def _native_names() -> list[str]:
+    return [backend.name for backend in PRIORITY if backend.name != "reference"]
+
+
+def _missing(backend: str, device: support.DeviceInfo) -> str:
+    """Why nothing of the backend runs on the device; "" if something does."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, and this is the {device.type}"
+    return support.backend_reason(support.native(), backend, device.capability)
 
 
 def _group(dtype: torch.dtype, head_dims: tuple[int, int]) -> str:
@@ -130,9 +144,9 @@ def _kernels(backend: str) -> Iterator[tuple[torch.dtype, tuple[int, int]]]:
         yield getattr(torch, kernel.dtype), (kernel.head_dim_qk, kernel.head_dim_vo)
 
 
-def _report(group: str, verdict: Verdict) -> bool:
+def _report(group: str, verdict: Verdict, progress: Progress) -> bool:
     text = f"{verdict.calls} calls, largest error {verdict.largest:.2f} of what is allowed"
-    print(f"{group}: {'WRONG' if verdict.wrong else 'ok'} ({text})")
+    progress.say(f"{group}: {'WRONG' if verdict.wrong else 'ok'} ({text})")
     for line in verdict.wrong:
         print(f"  wrong: {line}")
     for line in verdict.refused:

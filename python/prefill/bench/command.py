@@ -16,6 +16,7 @@ from prefill.bench import machine, report, timing
 from prefill.bench.cases import GRIDS, Case, expand, length_text, parse_lengths, select
 from prefill.bench.contenders import Contender, available
 from prefill.bench.host import host_times
+from prefill.progress import Progress
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -86,13 +87,16 @@ def run(options: argparse.Namespace) -> int:
             if "refused" in result:
                 print(f"{name}: refused: {result['refused']}")
     clock = machine.SmClock(device)
+    progress = Progress(len(cases))
     for number, case in enumerate(cases):
+        progress.step(case.name)
         measured = _measure(case, list(contenders.values()), device, clock, regimes, effort)
         results["cases"].append(measured)
         for regime in regimes:
             count = f"[{number + 1}/{len(cases)}]"
-            print(f"{count} {report.progress(measured, regime)}", flush=True)
+            progress.say(f"{count} {report.progress(measured, regime)}")
         _write(results, began, options.json)  # should a later case die
+    progress.done()
     results["nvidia_smi"]["end"] = machine.nvidia_smi(device)
     _write(results, began, options.json)
     _print_tables(results, report.result_table)
