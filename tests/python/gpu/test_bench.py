@@ -43,6 +43,18 @@ def test_rope(backend: str, tmp_path: Path) -> None:
     assert "SDPA has no ROPE_LLAMA" in rope["results"]["cudnn"]["refused"]
 
 
+def test_fp8(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    grid = ["--grid", "fp8", "--match", "d128 2k causal float8", "--contenders", f"{backend},cudnn"]
+    assert main(["bench", "--quick", "--regime", "burst", *grid, "--json", str(path)]) == 0
+    plain, whole, mixed = json.loads(path.read_text())["cases"]
+    for case, float8 in ((plain, ""), (whole, "qkv"), (mixed, "kv")):
+        assert case["float8"] == float8
+        assert case["baseline"] == (plain["name"] if float8 else None)
+        assert 1 < case["results"][backend]["burst"]["tflops"] < 3000
+    assert "SDPA has no scale_q" in whole["results"]["cudnn"]["refused"]
+
+
 def test_host(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert main(["bench", "--host", "--contenders", backend, "--json", str(path)]) == 0
