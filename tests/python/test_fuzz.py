@@ -294,7 +294,6 @@ import os, sys, time
 sys.path[:0] = {path!r}
 import fuzz
 from fuzz_check import Outcome
-original = fuzz.outcome
 
 def outcome(case, device):
     if case == fuzz.numbered(0, 3, fuzz.BACKENDS, "cpu"):
@@ -303,7 +302,7 @@ def outcome(case, device):
         time.sleep(1000)
     if case == fuzz.numbered(0, 6, fuzz.BACKENDS, "cpu"):
         return Outcome("wrong", "on purpose")
-    return original(case, device)
+    return Outcome("passed", "reference")
 
 fuzz.outcome = outcome
 fuzz.__file__ = __file__
