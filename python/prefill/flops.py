@@ -8,10 +8,16 @@ backend is plain torch: there the counter sees every product that it computes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+
+COUNTER = "torch.utils.flop_counter"
 
 
 def visible_pairs(qo_len: int, kv_len: int, window_left: int, window_right: int) -> int:
@@ -64,6 +70,38 @@ def attention_flops(
 
 
 def register() -> None:
-    """Tell torch's counter of both ops, which must be defined."""
+    """Tell torch's counter of both ops, which must be defined: now, or when it is imported.
+
+    It imports triton, where that is installed: an import of this package must not wait for it.
+    """
+    if COUNTER in sys.modules:
+        _tell(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _CounterFinder())
+
+
+def _tell(counter: ModuleType) -> None:
     ops = torch.ops.prefill
-    register_flop_formula([ops.attention, ops.prepared_attention])(attention_flops)
+    counter.register_flop_formula([ops.attention, ops.prepared_attention])(attention_flops)
+
+
+class _CounterFinder(MetaPathFinder):
+    """Finds the counter's module as the other finders do, once, and tells it when it is loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_tell(module: ModuleType) -> None:
+            load(module)
+            _tell(module)
+
+        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +109,19 @@ def test_reference_is_counted_by_its_products() -> None:
     """Plain torch: the visible pairs, whole blocks, and what keeps NaN in its place."""
     total = counted(call, *inputs(), causal=True, backend="reference")
     assert total >= PER_PAIR * 35
+
+
+def test_counter_is_told_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the two is imported first; and other imports see no finder of ours."""
+    known = importlib.import_module(flops.COUNTER)
+    assert torch.ops.prefill.attention in known.flop_registry
+    monkeypatch.setattr(torch.utils, "flop_counter", known)  # the import below sets it
+    monkeypatch.delitem(sys.modules, flops.COUNTER)
+    finders = list(sys.meta_path)
+    flops.register()
+    assert len(sys.meta_path) == len(finders) + 1
+    fresh = importlib.import_module(flops.COUNTER)
+    assert fresh is not known
+    ops = torch.ops.prefill
+    assert {ops.attention, ops.prepared_attention} <= set(fresh.flop_registry)
+    assert sys.meta_path == finders

@@ -35,10 +35,8 @@ def test_issue_form(path: Path) -> None:
 
 def test_reports_ask_for_info() -> None:
     for name in ("bug_report", "performance"):
-        fields = {
-            field["id"]: field
-            for field in load(ROOT / f".github/ISSUE_TEMPLATE/{name}.yml")["body"]
-        }
+        form = load(ROOT / f".github/ISSUE_TEMPLATE/{name}.yml")
+        fields = {field["id"]: field for field in form["body"]}
         assert fields["info"]["attributes"]["label"] == "python -m prefill info --json"
         assert fields["info"]["validations"]["required"] is True
 
@@ -60,17 +58,7 @@ def test_version_is_written_once() -> None:
     version = prefill.__version__
     files = ("*.py", "*.toml", "*.cmake", "*.txt")
     listed = subprocess.run(
-        [
-            "git",
-            "grep",
-            "-lF",
-            f'"{prefill.__version__}"',
-            "--",
-            "*.py",
-            "*.toml",
-            "*.cmake",
-            "*.txt",
-        ],
+        ["git", "grep", "-lF", f'"{version}"', "--", *files],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -78,8 +66,7 @@ def test_version_is_written_once() -> None:
     )
     if listed.returncode > 1:
         pytest.skip(f"no git checkout: {listed.stderr}")
-    files = [name for name in listed.stdout.split() if not name.startswith("tests/")]
-    assert files == ["python/prefill/_version.py"]
-    assert re.search(
-        rf"^## {re.escape(prefill.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M
-    )
+    found = [name for name in listed.stdout.split() if not name.startswith("tests/")]
+    assert found == ["python/prefill/_version.py"]
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(version)}\b", changes, re.MULTILINE)
