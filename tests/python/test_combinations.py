@@ -224,3 +224,20 @@ def test_what_rotation_may_move_is_small() -> None:
     ledger.result("theta", wrong.out.half(), wrong.lse.float(), expected)
     with pytest.raises(AssertionError):
         ledger.finish()
+
+
+def test_what_soft_caps_may_move_is_small() -> None:
+    """There is room for the kernels' fitted tanh, not for the 2^-11 of `tanh.approx`."""
+    case = replace(PLAIN, soft_cap=30.0, sm_scale=1.0, qo_len=60, kv_len=200)
+    call = make_call(case, "cpu")
+    plain = expect(*call.plain_tensors, **call.plain_arguments, of_kernel=False)
+    expected = expect(*call.plain_tensors, **call.plain_arguments)
+    assert plain.lse_moved.max() == 0.0
+    assert 0.0 < expected.lse_moved.max() < 1e-3
+    assert (expected.worst > plain.worst).all()
+    wrong_cap = call.plain_arguments | {"logits_soft_cap": 30.0 * (1 + 2.0**-11)}
+    wrong = expect(*call.plain_tensors, **wrong_cap)
+    ledger = Ledger()
+    ledger.result("cap", wrong.out.half(), wrong.lse.float(), expected)
+    with pytest.raises(AssertionError, match="beyond 16-bit arithmetic"):
+        ledger.finish()
