@@ -18,6 +18,11 @@ Rotated q and k are rounded to q's dtype. A kernel rotates in float32, off by 2^
 pair: of a few thousand values one lies so near the middle of two neighbours that it may become the
 other one. What these few could move is allowed for.
 
+A bias and a logit add up to a float32, off by 2^-24 of itself. Beside logits of 1e5 that is more
+than 16 bits cost and parts keys of equal score, which few rows have at their maximum: what the
+plain computation makes of these is luck again, however many elements a row has. Twice the plain
+error is therefore no less than what 2^-24 moves. (Without a bias equal scores stay equal.)
+
 A soft cap costs kernels more: their tanh is fitted. Up to 0.635 of the cap it is right to 2^-16.2
 of itself, above to 2^-18.5 (`tanh_of`, `SmallCap` in csrc/common/logits.cuh, with the rounding of
 every step and the 2^-23 that PTX allows rcp.approx). A capped logit may be off by 15 % more than
@@ -44,6 +49,8 @@ from torch import Tensor
 from prefill.request import FP8_DTYPES
 
 ENOUGH = 2048
+BIAS_ERROR = 2.0**-24
+"""By how much of itself a logit is off that a bias was added to in float32."""
 CAP_ERRORS = (2.0**-16, 2.0**-18.3)
 """By how much of itself a kernel's capped logit may be off, up to 0.64 of the cap and above."""
 LOG2_E = 1.0 / math.log(2.0)
@@ -293,6 +300,9 @@ def expect(
         )
         moved_out, lse_moved = moved_by(change * scale.abs())
         worst, plain_error = worst + moved_out, plain_error + moved_out
+    if pos_encoding_mode == "ALIBI":
+        moved_out, _ = moved_by(BIAS_ERROR * logits[..., :-1].abs())
+        plain_error = torch.maximum(plain_error, moved_out / 2)
     if capped and of_kernel:
         size = (logits[..., :-1] - bias).abs()
         moved_out, moved_lse = moved_by(

@@ -27,7 +27,7 @@ from combinations import (
     takers,
 )
 from drawn import Drawn
-from exactness import Ledger, expect
+from exactness import LOG2_E, Ledger, expect, normal
 from naive import naive_attention
 from prefill import ops
 from prefill.reference import reference_attention
@@ -240,4 +240,31 @@ def test_what_soft_caps_may_move_is_small() -> None:
     ledger = Ledger()
     ledger.result("cap", wrong.out.half(), wrong.lse.float(), expected)
     with pytest.raises(AssertionError, match="beyond 16-bit arithmetic"):
+        ledger.finish()
+
+
+@pytest.mark.parametrize("ulps", [0, 16])
+def test_biases_round_beside_steep_logits(ulps: int) -> None:
+    """Kernels round a bias with its logit in base 2; a logit that is off by more shows.
+
+    Of these keys of equal score the plain computation happens to lose less than a quarter of it.
+    """
+    quarters = [normal(n, 1, 64, dtype=torch.float16, device="cpu", seed=50) for n in (8, 1)]
+    q, k = ((4 * x).round() / 4 for x in quarters)
+    k = k.expand(2, 1, 64)
+    v = normal(2, 1, 256, dtype=torch.float16, seed=2, device="cpu")
+    sm_scale, slope = 2e4, 2.0**-8
+    expected = expect(q, k, v, sm_scale=sm_scale, pos_encoding_mode="ALIBI", o_dtype=torch.float32)
+    distance = torch.arange(2) - (torch.arange(8)[:, None] - 6)
+    scores = q[:, 0].double() @ k[:, 0].double().T
+    logits = (LOG2_E * (scores * sm_scale + slope * distance)).float()
+    logits[:, 0] *= 1 + ulps * 2.0**-23
+    weights = torch.exp2(logits - logits.amax(-1, keepdim=True))
+    weights /= weights.sum(-1, keepdim=True)
+    ledger = Ledger()
+    ledger.result("biased", (weights @ v[:, 0].float())[:, None], None, expected)
+    if ulps:
+        with pytest.raises(AssertionError, match="twice the plain error"):
+            ledger.finish()
+    else:
         ledger.finish()
