@@ -28,7 +28,8 @@ of itself, above to 2^-18.5 (`tanh_of`, `SmallCap` in csrc/common/logits.cuh, wi
 every step and the 2^-23 that PTX allows rcp.approx). A capped logit may be off by 15 % more than
 that, for what errors of weights have beside their linear part. The reference has no such allowance.
 
-With a sink all weights of a row may be small: those that float32 flushes count 2^-126.
+Weights that float32 flushes count 2^-126 each: all of a row may be such with a sink, and those that
+meet no zero in v without. An output below 2^-126 is subnormal: in bfloat16 it rounds by 2^-134.
 
 A row that sees a NaN key has NaN for output and LSE, and no other row has.
 
@@ -279,10 +280,8 @@ def expect(
         worst = worst + 2.0**-25 * value_sum[None, :, None]
     if o_dtype == torch.float16:
         worst = worst + 2.0**-25
-    if sinks is not None:
-        worst = worst + 2.0**-126 * value_sum[None, :, None]
-    if custom_mask is not None or sinks is not None:  # rows without keys are exactly zero
-        worst = torch.where(seen.any(-1)[:, None, None], worst, 0.0)
+    worst = worst + (2.0**-126 * value_sum[None, :, None] + 2.0**-134)
+    worst = torch.where(seen.any(-1)[:, None, None], worst, 0.0)  # without keys exactly zero
     plain_error = (plain.double() - out).abs()
     lse_moved = torch.zeros_like(lse)
 
