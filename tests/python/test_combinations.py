@@ -249,15 +249,16 @@ def test_biases_round_beside_steep_logits(ulps: int) -> None:
 
     Of these keys of equal score the plain computation happens to lose less than a quarter of it.
     """
-    quarters = [normal(n, 1, 64, dtype=torch.float16, device="cpu", seed=50) for n in (8, 1)]
-    q, k = ((4 * x).round() / 4 for x in quarters)
-    k = k.expand(2, 1, 64)
+    q = normal(8, 1, 64, dtype=torch.float16, seed=50, device="cpu")
+    k = normal(1, 1, 64, dtype=torch.float16, seed=1, device="cpu").expand(2, 1, 64)
+    q, k = ((4 * x).round() / 4 for x in (q, k))
     v = normal(2, 1, 256, dtype=torch.float16, seed=2, device="cpu")
     sm_scale, slope = 2e4, 2.0**-8
     expected = expect(q, k, v, sm_scale=sm_scale, pos_encoding_mode="ALIBI", o_dtype=torch.float32)
     distance = torch.arange(2) - (torch.arange(8)[:, None] - 6)
     scores = q[:, 0].double() @ k[:, 0].double().T
-    logits = (LOG2_E * (scores * sm_scale + slope * distance)).float()
+    gain = torch.tensor(sm_scale * LOG2_E).double()
+    logits = (scores * gain + LOG2_E * slope * distance).float()
     logits[:, 0] *= 1 + ulps * 2.0**-23
     weights = torch.exp2(logits - logits.amax(-1, keepdim=True))
     weights /= weights.sum(-1, keepdim=True)
