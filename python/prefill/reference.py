@@ -279,8 +279,12 @@ def _attend(
 
 
 def _logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-    """Return `scale * q . k`, `[kv heads, members, rows, keys]`."""
-    queries = q.to(torch.float64).permute(1, 2, 0, 3) * scale
+    """Return `scale * q . k`, `[kv heads, members, rows, keys]`.
+
+    The product is scaled, not q, whose rounding would tell equal products apart: at a scale of 1e30
+    by far more than a softmax overlooks.
+    """
+    queries = q.to(torch.float64).permute(1, 2, 0, 3)
     stacked = queries.flatten(1, 2)
     every_key = Span(0, k.shape[0])
 
@@ -293,7 +297,7 @@ def _logits(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
         logits = queries.new_empty((*stacked.shape[:2], every_key.size))
         for keys in every_key.split(_BLOCK_KEYS):
             logits[..., keys.as_slice] = against(keys)
-    return logits.view(*queries.shape[:3], every_key.size)
+    return logits.view(*queries.shape[:3], every_key.size).mul_(scale)
 
 
 def _row_maximum(logits: Tensor) -> Tensor:

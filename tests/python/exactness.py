@@ -18,8 +18,18 @@ Rotated q and k are rounded to q's dtype. A kernel rotates in float32, off by 2^
 pair: of a few thousand values one lies so near the middle of two neighbours that it may become the
 other one. What these few could move is allowed for.
 
-Weights that float32 flushes count 2^-126. That shows where nothing else is left: beside a sink that
-outweighs all keys, or where the v of the heavy keys are exact zeros, which float8 has.
+A bias and a logit add up to a float32, off by 2^-24 of itself. Beside logits of 1e5 that is more
+than 16 bits cost and parts keys of equal score, which few rows have at their maximum: what the
+plain computation makes of these is luck again, however many elements a row has. Twice the plain
+error is therefore no less than what 2^-24 moves. (Without a bias equal scores stay equal.)
+
+A soft cap costs kernels more: their tanh is fitted. Up to 0.635 of the cap it is right to 2^-16.2
+of itself, above to 2^-18.5 (`tanh_of`, `SmallCap` in csrc/common/logits.cuh, with the rounding of
+every step and the 2^-23 that PTX allows rcp.approx). A capped logit may be off by 15 % more than
+that, for what errors of weights have beside their linear part. The reference has no such allowance.
+
+Weights that float32 flushes count 2^-126 each: all of a row may be such with a sink, and those that
+meet no zero in v without. An output below 2^-126 is subnormal: in bfloat16 it rounds by 2^-134.
 
 A row that sees a NaN key has NaN for output and LSE, and no other row has.
 
@@ -40,6 +50,10 @@ from torch import Tensor
 from prefill.request import FP8_DTYPES
 
 ENOUGH = 2048
+BIAS_ERROR = 2.0**-24
+"""By how much of itself a logit is off that a bias was added to in float32."""
+CAP_ERRORS = (2.0**-16, 2.0**-18.3)
+"""By how much of itself a kernel's capped logit may be off, up to 0.64 of the cap and above."""
 LOG2_E = 1.0 / math.log(2.0)
 
 
@@ -189,10 +203,12 @@ def expect(
     v_scale: Any = None,
     o_dtype: torch.dtype | None = None,
     first_key: int = 0,
+    of_kernel: bool = True,
 ) -> Expected:
     """The truth for NHD tensors, and the plain computation's error.
 
-    Keys that no row sees may be left out at the beginning: `first_key` of them.
+    Keys that no row sees may be left out at the beginning: `first_key` of them. `of_kernel` is
+    False for a result of the reference.
     """
     turned = pos_encoding_mode == "ROPE_LLAMA"
     natural = torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
@@ -232,10 +248,11 @@ def expect(
         return x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0)
 
     queries, keys, values = by_head(q), by_head(k), by_head(v)
+    capped = logits_soft_cap is not None and logits_soft_cap > 0.0
 
     def computed(kind: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = queries.to(kind) @ keys.to(kind).transpose(1, 2) * scale.to(kind)
-        if logits_soft_cap is not None and logits_soft_cap > 0.0:
+        if capped:
             logits = torch.tanh(logits / logits_soft_cap) * logits_soft_cap
         logits = (logits + bias.to(kind)).masked_fill(~seen, -math.inf)
         logits = torch.cat((logits, sink.to(kind)), -1)
@@ -263,20 +280,34 @@ def expect(
         worst = worst + 2.0**-25 * value_sum[None, :, None]
     if o_dtype == torch.float16:
         worst = worst + 2.0**-25
-    worst = worst + 2.0**-126 * value_sum[None, :, None]
-    worst = torch.where(seen.any(-1)[:, None, None], worst, 0.0)  # without keys: exactly zero
+    worst = worst + (2.0**-126 * value_sum[None, :, None] + 2.0**-134)
+    worst = torch.where(seen.any(-1)[:, None, None], worst, 0.0)  # without keys exactly zero
     plain_error = (plain.double() - out).abs()
     lse_moved = torch.zeros_like(lse)
+
+    def moved_by(change: Tensor) -> tuple[Tensor, Tensor]:
+        """What logits that are off by up to `change` [heads, rows, keys] do to output and LSE."""
+        moved = weights * change.masked_fill(~seen, 0.0)
+        sums = moved.sum(-1).transpose(0, 1)
+        moved_out = (moved @ values.double().abs() * values_scale.abs()).transpose(0, 1)
+        return moved_out + sums[..., None] * out.abs(), 1.1 * LOG2_E * sums
+
     if turned:
-        moved = (
+        change = (
             by_head(q_change) @ keys.double().abs().mT
             + queries.double().abs() @ by_head(k_change).mT
         )
-        moved = weights * (moved * scale.abs()).masked_fill(~seen, 0.0)
-        moved_out = moved @ values.double().abs() * values_scale.abs()
-        moved_out = moved_out.transpose(0, 1) + moved.sum(-1).transpose(0, 1)[..., None] * out.abs()
+        moved_out, lse_moved = moved_by(change * scale.abs())
         worst, plain_error = worst + moved_out, plain_error + moved_out
-        lse_moved = 1.1 * LOG2_E * moved.sum(-1).transpose(0, 1)
+    if pos_encoding_mode == "ALIBI":
+        moved_out, _ = moved_by(BIAS_ERROR * logits[..., :-1].abs())
+        plain_error = torch.maximum(plain_error, moved_out / 2)
+    if capped and of_kernel:
+        size = (logits[..., :-1] - bias).abs()
+        moved_out, moved_lse = moved_by(
+            size * torch.where(size < 0.64 * logits_soft_cap, *CAP_ERRORS)
+        )
+        worst, lse_moved = worst + moved_out, lse_moved + moved_lse
     return Expected(out, lse, plain_error, worst, lse_moved, o_unit)
 
 

@@ -27,7 +27,7 @@ from combinations import (
     takers,
 )
 from drawn import Drawn
-from exactness import Ledger, expect
+from exactness import LOG2_E, Ledger, expect, normal
 from naive import naive_attention
 from prefill import ops
 from prefill.reference import reference_attention
@@ -223,4 +223,49 @@ def test_what_rotation_may_move_is_small() -> None:
     wrong = expect(*call.plain_tensors, **call.plain_arguments | {"rope_theta": 1.001e4})
     ledger.result("theta", wrong.out.half(), wrong.lse.float(), expected)
     with pytest.raises(AssertionError):
+        ledger.finish()
+
+
+def test_what_soft_caps_may_move_is_small() -> None:
+    """There is room for the kernels' fitted tanh, not for the 2^-11 of `tanh.approx`."""
+    case = replace(PLAIN, soft_cap=30.0, sm_scale=1.0, qo_len=60, kv_len=200)
+    call = make_call(case, "cpu")
+    plain = expect(*call.plain_tensors, **call.plain_arguments, of_kernel=False)
+    expected = expect(*call.plain_tensors, **call.plain_arguments)
+    assert plain.lse_moved.max() == 0.0
+    assert 0.0 < expected.lse_moved.max() < 1e-3
+    assert (expected.worst > plain.worst).all()
+    wrong_cap = call.plain_arguments | {"logits_soft_cap": 30.0 * (1 + 2.0**-11)}
+    wrong = expect(*call.plain_tensors, **wrong_cap)
+    ledger = Ledger()
+    ledger.result("cap", wrong.out.half(), wrong.lse.float(), expected)
+    with pytest.raises(AssertionError, match="beyond 16-bit arithmetic"):
+        ledger.finish()
+
+
+@pytest.mark.parametrize("ulps", [0, 16])
+def test_biases_round_beside_steep_logits(ulps: int) -> None:
+    """Kernels round a bias with its logit in base 2; a logit that is off by more shows.
+
+    Of these keys of equal score the plain computation happens to lose less than a quarter of it.
+    """
+    q = normal(8, 1, 64, dtype=torch.float16, seed=50, device="cpu")
+    k = normal(1, 1, 64, dtype=torch.float16, seed=1, device="cpu").expand(2, 1, 64)
+    q, k = ((4 * x).round() / 4 for x in (q, k))
+    v = normal(2, 1, 256, dtype=torch.float16, seed=2, device="cpu")
+    sm_scale, slope = 2e4, 2.0**-8
+    expected = expect(q, k, v, sm_scale=sm_scale, pos_encoding_mode="ALIBI", o_dtype=torch.float32)
+    distance = torch.arange(2) - (torch.arange(8)[:, None] - 6)
+    scores = q[:, 0].double() @ k[:, 0].double().T
+    gain = torch.tensor(sm_scale * LOG2_E).double()
+    logits = (scores * gain + LOG2_E * slope * distance).float()
+    logits[:, 0] *= 1 + ulps * 2.0**-23
+    weights = torch.exp2(logits - logits.amax(-1, keepdim=True))
+    weights /= weights.sum(-1, keepdim=True)
+    ledger = Ledger()
+    ledger.result("biased", (weights @ v[:, 0].float())[:, None], None, expected)
+    if ulps:
+        with pytest.raises(AssertionError, match="twice the plain error"):
+            ledger.finish()
+    else:
         ledger.finish()

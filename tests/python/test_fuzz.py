@@ -24,7 +24,16 @@ from drawn import Drawn
 from fakes import StubKernel, pretend
 from fences import FENCE_BYTES, fenced
 from fuzz import SMALL, numbered
-from fuzz_cases import BACKENDS, LAYOUTS, NUMBERS, FuzzCase, fuzz_case, fuzzed, simpler
+from fuzz_cases import (
+    BACKENDS,
+    LAYOUTS,
+    NUMBERS,
+    FuzzCase,
+    can_be_judged,
+    fuzz_case,
+    fuzzed,
+    simpler,
+)
 from fuzz_check import make_inputs, outcome, reproducer, run, shrunk
 from garbage import ARGUMENTS, WORDS
 from prefill import ops
@@ -82,6 +91,8 @@ def test_cases_reach_the_whole_space(many: list[FuzzCase]) -> None:
     for name, values in VALUES.items():
         if name not in ("view", "group", "qo_len", "kv_len"):
             assert set(values) <= {getattr(case, name) for case in many}, name
+    assert all(can_be_judged(case) for case in many)
+    assert {case.sm_scale for case in many} >= {1e4, -1e4, 6e4, 1e30, -1e30, 1e-30, -1e-30, 1e-45}
     assert {case.backend for case in many} == set(BACKENDS)
     assert {case.numbers for case in many} == set(NUMBERS)
     assert {layout for case in many for layout in case.layouts} == set(LAYOUTS)
@@ -269,6 +280,17 @@ def test_shrinking_ends() -> None:
     tried.clear()
     assert shrunk(case, lambda c: not tried.append(c) and False, attempts=3) == case
     assert len(tried) == 3
+
+
+def test_shrinking_makes_no_case_that_cannot_be_judged() -> None:
+    """Numbers whose products float32 rounds, or a bias, beside a factor that shows it."""
+    exact = fuzzed(sm_scale=1e30, numbers="exact")
+    assert can_be_judged(exact)
+    assert all(step.numbers == "exact" or step.sm_scale is None for step in simpler(exact))
+    biased = replace(exact, position="ALiBi")
+    assert not can_be_judged(biased)
+    assert can_be_judged(replace(biased, sm_scale=6e4))
+    assert exact in simpler(biased)
 
 
 def test_fences_keep_values_strides_and_alignment() -> None:

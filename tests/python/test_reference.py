@@ -146,6 +146,17 @@ def test_window_and_mask_must_both_hold(window_left):
         assert not torch.equal(out, unbounded)
 
 
+@pytest.mark.parametrize("sm_scale", [1e30, -1e30])
+def test_equal_products_are_equal_logits_at_any_scale(sm_scale):
+    """Two keys whose products with q are alike and exact, summed in another order."""
+    q, k, v = ((4 * x).round() / 4 for x in make_qkv(16, 2, (4, 2), 64))
+    q[..., 32:] = q[..., :32]
+    k[1] = k[0].roll(32, -1)
+    v[0], v[1] = 0.0, 1.0
+    out, _ = reference(q, k, v, sm_scale=sm_scale)
+    torch.testing.assert_close(out, torch.full_like(out, 0.5), rtol=0, atol=0)
+
+
 class TestRanges:
     """visible_keys and range_mask against the definition, brute force."""
 
