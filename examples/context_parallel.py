@@ -69,8 +69,15 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, rank: int) -> Tensor:
 def work(rank: int, store: str, use_gpus: bool) -> None:
     """One process: its part of the sequence, and the comparison with one call over all of it."""
     device = torch.device("cuda", rank) if use_gpus else torch.device("cpu")
+    transport = "nccl" if use_gpus else "gloo"
+    if use_gpus:
+        torch.cuda.set_device(device)  # nothing of this process belongs on the first GPU
     dist.init_process_group(
-        "nccl" if use_gpus else "gloo", f"file://{store}", rank=rank, world_size=PROCESSES
+        transport,
+        f"file://{store}",
+        rank=rank,
+        world_size=PROCESSES,
+        device_id=device if use_gpus else None,
     )
     try:
         q, k, v = sequence(device)
@@ -82,8 +89,8 @@ def work(rank: int, store: str, use_gpus: bool) -> None:
         dist.reduce(error, 0, dist.ReduceOp.MAX)
         if rank == 0:
             print(
-                f"{PROCESSES} processes with {PART} rows each: largest difference from one call "
-                f"{error.item():.1e}"
+                f"{PROCESSES} processes over {transport}, {PART} rows each: largest difference "
+                f"from one call {error.item():.1e}"
             )
     finally:
         dist.destroy_process_group()

@@ -127,7 +127,7 @@ def verify(model: Model, cached: Tensor, tree: Tree) -> list[int]:
 def main() -> None:
     torch.manual_seed(0)
     model = Model()
-    prompt = torch.randint(VOCABULARY, (PROMPT,), device=DEVICE)
+    prompt = torch.randint(VOCABULARY, (PROMPT,)).to(DEVICE)
     right = decode(model, prompt, 4)
     # All but the last token are in the cache already.
     tree = draft(int(prompt[-1]), right)

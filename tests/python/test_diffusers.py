@@ -1,12 +1,10 @@
 """Diffusers' models on this package's attention, against the same models on torch's.
 
-Small models with random weights, on the CPU. Right is torch's attention in float32; how far 16 bits
-may be from it is what torch's attention is off by in 16 bits, on the same weights.
+On the CPU; `gpu/test_diffusers.py` has the same models on the kernels.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("diffusers", "0.42")
 
-from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from diffusers.models import attention_dispatch as dispatch
 
 from prefill.integrations import diffusers as integration
 from prefill.integrations.diffusers import prefill_attention, register
+from video_models import BATCH, MODELS, Made, assert_as_good_as_torch, hunyuan, ready
 
-BATCH, Q, KV, HQ, HK, D = 2, 5, 9, 4, 2, 16
-TEXT, TEXT_LENGTHS = 7, (7, 3)
+Q, KV, HQ, HK, D = 5, 9, 4, 2, 16
 
 
 @pytest.fixture(autouse=True)
@@ -35,79 +32,11 @@ def _registered() -> Iterator[None]:
     dispatch._AttentionBackendRegistry.set_active_backend(active)
 
 
-def wan() -> tuple[Any, dict[str, Tensor]]:
-    """Self-attention over frames, cross-attention to text: no masks."""
-    model = WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-    )
-    inputs = {
-        "hidden_states": torch.randn(BATCH, 4, 3, 8, 8),
-        "timestep": torch.tensor([10, 500]),
-        "encoder_hidden_states": torch.randn(BATCH, TEXT, 16),
-    }
-    return model, inputs
-
-
-def hunyuan() -> tuple[Any, dict[str, Tensor]]:
-    """Joint attention of frames and text, the text's padding masked."""
-    model = HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=1,
-        guidance_embeds=False,
-        text_embed_dim=16,
-        pooled_projection_dim=8,
-        rope_axes_dim=(4, 6, 6),
-    )
-    mask = torch.arange(TEXT) < torch.tensor(TEXT_LENGTHS)[:, None]
-    inputs = {
-        "hidden_states": torch.randn(BATCH, 4, 2, 5, 4),
-        "timestep": torch.tensor([10, 500]),
-        "encoder_hidden_states": torch.randn(BATCH, TEXT, 16),
-        "pooled_projections": torch.randn(BATCH, 8),
-        "encoder_attention_mask": mask,
-    }
-    return model, inputs
-
-
-def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-
-
-def result(model: Any, attention: str, dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
-    other = copy.deepcopy(model).to(dtype)
-    other.set_attention_backend(attention)
-    return other(**cast(inputs, dtype)).sample.float()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", [wan, hunyuan])
+@pytest.mark.parametrize("make", MODELS)
 def test_model(
-    make: Callable[[], tuple[Any, dict[str, Tensor]]],
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], Made], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off by at most twice what torch's attention is off by."""
-    model, inputs = make()
-    model = model.eval().to(dtype)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)  # attention is far from uniform
-    inputs = cast(inputs, dtype)
-    right = result(model, "native", torch.float32, inputs)
-    torchs = result(model, "native", dtype, inputs)
     calls: list[dict[str, Any]] = []
     real = integration.single_prefill_with_kv_cache
 
@@ -116,13 +45,9 @@ def test_model(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(integration, "single_prefill_with_kv_cache", counted)
-    ours = result(model, "prefill", dtype, inputs)
+    assert_as_good_as_torch(*ready(make(), dtype))
     assert calls
     assert any(call["custom_mask"] is not None for call in calls) == (make is hunyuan)
-    allowed = 2 * (torchs - right).abs().max()
-    assert (ours - right).abs().max() <= allowed
-    # Rounding is all that it is: a small part of the results' own size.
-    assert allowed < 0.1 * right.abs().max()
 
 
 def tensors(q_length: int = Q, kv_length: int = KV, kv_heads: int = HK) -> list[Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefill import support
+from prefill import ops, support
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -43,3 +43,11 @@ def backend(request: pytest.FixtureRequest, _cuda: None) -> str:
             pytest.fail(f"no backend runs here, and PREFILL_REQUIRE_GPU is set: {reason}")
         pytest.skip(reason)
     return str(request.param)
+
+
+@pytest.fixture
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that ends on the reference, as "auto" has it where no kernel will do, is a failure."""
+    monkeypatch.setattr(
+        ops, "reference_attention", lambda request: pytest.fail("the reference was called")
+    )
