@@ -122,9 +122,11 @@ def test_a_case_prints_as_what_makes_it(many: list[FuzzCase]) -> None:
 
 def test_the_line_of_a_case_runs() -> None:
     case = fuzzed(qo_len=3, kv_len=5, mask="causal", backend="fa2", dtypes=(BFLOAT16,) * 3)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         reproducer(case, "cpu"),
         shell=True,
+        env=os.environ | {"PATH": path},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
