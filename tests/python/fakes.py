@@ -161,9 +161,10 @@ class StubKernel:
         logits = logits.masked_fill(~seen, -math.inf)
         sink = torch.full((heads,), -math.inf) if sinks is None else sinks
         joined = torch.cat((logits, sink.double()[:, None, None].expand(-1, qo_len, 1)), -1)
-        weights = torch.where(seen, torch.softmax(joined, -1)[..., :-1], 0.0)
+        empty = (logits == -math.inf).all(-1, keepdim=True)  # so is a row that sees only -inf
+        weights = torch.where(empty, 0.0, torch.softmax(joined, -1)[..., :-1])
         result = torch.einsum("hij,jhd->ihd", weights, values)
-        result = result.masked_fill(~seen.any(-1)[:, None, None], 0.0)  # not 0 * NaN
+        result = result.masked_fill(empty.transpose(0, 1), 0.0)  # not 0 * NaN
         out.copy_(result * per_head_v[:, None].double() * v_scale)
         if lse is not None:
             base_2 = torch.logsumexp(joined, -1).t() / math.log(2.0)
