@@ -463,8 +463,9 @@ def test_short_rows_do_not_depend_on_the_rows_beside_them(
         for tensors in (before, after)
     ]
     ledger.finish()
-    # What a causal bound runs through has anchors: done again beside a row that fails.
-    has_anchors = backend == "fa3" and mode == "causal"
+    if backend == "fa3" and mode == "causal":
+        # These have anchors: the 64 rows of a consumer are done again beside one that fails.
+        others &= ~torch.isin(torch.arange(qo_len, device="cuda") // 64, rows // 64)
     for one, other in zip(*results, strict=True):
-        assert has_anchors or torch.equal(one[others], other[others])
+        assert torch.equal(one[others], other[others])
         assert not torch.equal(one[rows], other[rows])
