@@ -1,8 +1,8 @@
 """What went wrong for users of kernels like this one, where the reference can be held to more.
 
-`user_reports` has the kinds of fault, for every backend, with the tolerance of kernels. Here are those
-of which the reference owes the same bits, or less work, and what only float64 shows. The numbers in
-the names are the reports' (FI = flashinfer).
+`user_reports` has the kinds of fault for every backend, with the tolerance of kernels. Here are
+those in which the reference owes the same bits, every row of a sum, or no more work. The numbers in
+the names are flashinfer's reports.
 """
 
 import math
@@ -20,7 +20,7 @@ def call(q, k, v, **arguments):
     return prefill.single_prefill_with_kv_cache(q, k, v, backend="reference", **arguments)
 
 
-def test_logits_of_minus_1e30_win_over_masked_ones(self):
+def test_logits_of_minus_1e30_win_over_masked_ones():
     q, k, v = make_qkv(8, 8, (2, 1), 8)
     q[..., :], k[..., :] = 1.0, -1.0
     out, lse = call(q, k, v, sm_scale=1e30 / 8, causal=True, return_lse=True)
@@ -32,7 +32,7 @@ def test_logits_of_minus_1e30_win_over_masked_ones(self):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_fi714_work_of_a_window_does_not_grow_with_the_keys(self, causal, monkeypatch):
+def test_fi714_work_of_a_window_does_not_grow_with_the_keys(causal, monkeypatch):
     touched = []
     original = module._attend
 
@@ -50,7 +50,7 @@ def test_fi714_work_of_a_window_does_not_grow_with_the_keys(self, causal, monkey
     assert work[0] == work[1] == 128 * (128 + 256) * 32
 
 
-def test_a_mask_of_the_causal_triangle_is_causal(self):
+def test_a_mask_of_the_causal_triangle_is_causal():
     """The example of the function's documentation, smaller."""
     q, k, v = make_qkv(16, 50, (8, 2), 32)
     mask = torch.tril(torch.full((16, 50), True), diagonal=50 - 16)
@@ -58,7 +58,7 @@ def test_a_mask_of_the_causal_triangle_is_causal(self):
 
 
 @pytest.mark.parametrize("heads", [12, 40, 66])
-def test_fi200_slopes_of_any_number_of_heads(self, heads):
+def test_fi200_slopes_of_any_number_of_heads(heads):
     q, k, v = make_qkv(3, 9, (heads, heads), 8)
     by_rule = assert_exact(q, k, v, pos_encoding_mode="ALIBI", causal=True)
     given = reference(
@@ -68,7 +68,7 @@ def test_fi200_slopes_of_any_number_of_heads(self, heads):
     assert torch.equal(by_rule[1], given[1])
 
 
-def test_fi1606_a_rank_gives_its_own_slopes(self):
+def test_fi1606_a_rank_gives_its_own_slopes():
     q, k, v = make_qkv(5, 12, (16, 16), 8)
     slopes = alibi_slopes(16)
     whole = call(q, k, v, pos_encoding_mode="ALIBI")
