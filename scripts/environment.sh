@@ -12,6 +12,17 @@ say() { printf '\n== %s\n' "$*"; }
 
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
+# compute-sanitizer: COMPUTE_SANITIZER, else on PATH, in CUDA_HOME, in /usr/local/cuda; nothing where
+# there is none.
+compute_sanitizer() {
+  if [[ -n ${COMPUTE_SANITIZER:-} ]]; then
+    echo "$COMPUTE_SANITIZER"
+  else
+    (PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/bin
+     command -v compute-sanitizer || true)
+  fi
+}
+
 # Whether the interpreter $1 has a torch that will do: recent, and seeing the GPU if there is one.
 has_torch() {
   local needs_gpu=0

@@ -9,6 +9,7 @@ backend is plain torch: there the counter sees every product that it computes.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -85,22 +86,39 @@ def _tell(counter: ModuleType) -> None:
     counter.register_flop_formula([ops.attention, ops.prepared_attention])(attention_flops)
 
 
+class _Search(threading.local):
+    """Whether this thread's finder is asking the others."""
+
+    is_on = False
+
+
 class _CounterFinder(MetaPathFinder):
-    """Finds the counter's module as the other finders do, once, and tells it when it is loaded."""
+    """Finds the counter's module as the other finders do, and tells it when it is loaded.
+
+    It stays until then: who only looks for the module does not load it.
+    """
+
+    def __init__(self) -> None:
+        self._search = _Search()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != COUNTER:
+        if name != COUNTER or self._search.is_on:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._search.is_on = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._search.is_on = False
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def load_and_tell(module: ModuleType) -> None:
             load(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             _tell(module)
 
         spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]

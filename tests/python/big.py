@@ -243,14 +243,18 @@ def head_counts(s: Setting) -> None:
 def grids(s: Setting) -> None:
     """More heads, and more row tiles, than 16 bits count."""
     heads = s.sizes.grid
+    bfloat16, float32, e4m3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
     for kv_heads in (1, heads):
-        q, k, v = s.inputs(2, 5, (heads, kv_heads))
-        out, lse = s.run(q, k, v)
-        some = s.sample(heads)
-        some_kv = some if kv_heads > 1 else slice(0, 1)
-        expected = expect(q[:, some], k[:, some_kv], v[:, some_kv])
-        s.ledger.result(f"{kv_heads} key heads", out[:, some], lse[:, some], expected)
-        s.ledger.none(f"{kv_heads} key heads: not finite", ~out.isfinite())
+        # Those of the passes too, which widen float8 and merge float32.
+        for dtype, o_dtype in ((bfloat16, bfloat16), (e4m3, float32)):
+            q, k, v = s.inputs(2, 5, (heads, kv_heads), dtype=dtype)
+            out, lse = s.run(q, k, v, o_dtype=o_dtype)
+            some = s.sample(heads)
+            some_kv = some if kv_heads > 1 else slice(0, 1)
+            expected = expect(q[:, some], k[:, some_kv], v[:, some_kv], o_dtype=o_dtype)
+            label = f"{kv_heads} key heads, {dtype}"
+            s.ledger.result(label, out[:, some], lse[:, some], expected)
+            s.ledger.none(f"{label}: not finite", ~out.isfinite())
     rows = s.sample(s.sizes.rows)
     tensors = s.inputs(s.sizes.rows, 70, (2, 1))
     s.compare("many rows", tensors, rows, torch.ones(len(rows), 70, device=s.device).bool())

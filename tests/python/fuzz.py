@@ -146,44 +146,68 @@ class Worker:
 
     args: argparse.Namespace
     first: int
-    found: queue.Queue[dict[str, Any]]
+    found: queue.Queue[dict[str, Any] | Exception]
 
     def follow(self) -> None:
-        """Put a line into the queue for each case, whatever happens to the process."""
+        """Put a line into the queue for each case, whatever happens to the process.
+
+        What goes wrong here comes in the place of a line: the run would wait for it for ever.
+        """
         number = self.first
-        while number < self.args.cases:
-            number = self._one_process(number)
+        try:
+            while number < self.args.cases:
+                number = self._one_process(number)
+        except Exception as error:
+            self.found.put(error)
 
     def _one_process(self, first: int) -> int:
         """Returns the first case that is not done."""
         given = ["--worker", "--first", str(first), "--step", str(self.args.jobs)]
         command = [sys.executable, __file__, *given, *self.args.given]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
-            lines: queue.Queue[str | None] = queue.Queue()
-            threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
-            number, limit = first, START_S
-            while number < self.args.cases:
-                try:
-                    text = lines.get(timeout=limit)
-                except queue.Empty:
-                    process.kill()
-                    return self._dead(number, "hang", f"no answer in {limit} s")
-                if text is None:
-                    code = process.wait()
-                    return self._dead(number, "crash", f"the process ended with {code}")
-                line = json.loads(text)
-                limit = self.args.limit
-                if "number" not in line:
-                    continue
-                self.found.put(line)
-                number = line["number"] + self.args.jobs
-                if line.get("lost"):
-                    break
+            try:
+                return self._answers(process, first)
+            except Exception:
+                process.kill()  # the end of the block waits for it
+                raise
+
+    def _answers(self, process: subprocess.Popen[str], first: int) -> int:
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
+        number, limit = first, START_S
+        while number < self.args.cases:
+            try:
+                text = lines.get(timeout=limit)
+            except queue.Empty:
+                process.kill()
+                return self._dead(number, "hang", f"no answer in {limit} s")
+            if text is None:
+                code = process.wait()
+                return self._dead(number, "crash", f"the process ended with {code}")
+            line = _answer(text)
+            if line is None:
+                continue
+            limit = self.args.limit
+            if "number" not in line:
+                continue
+            self.found.put(line)
+            number = line["number"] + self.args.jobs
+            if line.get("lost"):
+                break
         return number
 
     def _dead(self, number: int, kind: str, text: str) -> int:
         self.found.put({"number": number, "kind": kind, "text": text})
         return number + self.args.jobs
+
+
+def _answer(text: str) -> dict[str, Any] | None:
+    """A worker's line; None for what a library printed there."""
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) else None
 
 
 def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
@@ -195,7 +219,7 @@ def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> 
 
 def fuzz(args: argparse.Namespace) -> Tally:
     """Run all cases in `args.jobs` processes."""
-    found: queue.Queue[dict[str, Any]] = queue.Queue()
+    found: queue.Queue[dict[str, Any] | Exception] = queue.Queue()
     for first in range(args.jobs):
         worker = Worker(args, first, found)
         threading.Thread(target=worker.follow, daemon=True).start()
@@ -203,6 +227,8 @@ def fuzz(args: argparse.Namespace) -> Tally:
     told = start
     for done in range(1, args.cases + 1):
         line = found.get()
+        if isinstance(line, Exception):
+            raise RuntimeError("a worker cannot be followed any more") from line
         case = numbered(args.seed, line["number"], args.backends, args.device)
         result = Outcome(line["kind"], line["text"])
         tally.add(case, result)

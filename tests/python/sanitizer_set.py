@@ -2,10 +2,11 @@
 
     python tests/python/sanitizer_set.py [--check]
 
-Each row of the kernel table meets each of `VARIANTS`, which between them take both of its score
-variants, all masks, sinks, rotation, widening, splitting, merging and packed heads, in tiles that
-are full, ragged and alone. Tensors are allocations of their own, without fences: the sanitizer sees
-what is read beside them. `--check` holds the results against float64 instead.
+Each row of the kernel table meets each of `VARIANTS` and tensors of float8, which between them take
+both of its score variants, all masks, sinks, rotation, widening of k and v alone and of all three,
+splitting, merging into every output dtype and packed heads, in tiles that are full, ragged and
+alone. Tensors are allocations of their own, without fences: the sanitizer sees what is read beside
+them. `--check` holds the results against float64 instead.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from cases import E4M3, E5M2, make_call, make_tensors, placed
+from cases import BFLOAT16, E4M3, E5M2, make_call, make_tensors, placed
 from fuzz_cases import FuzzCase, fuzzed
 from fuzz_check import outcome, synchronize
 from prefill import single_prefill_with_kv_cache, support
-from prefill.request import FP8_DTYPES
 from prefill.support import Kernel
 from split_cases import split_attention
 
@@ -67,9 +67,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "out": "odd strides",
         "mask": "bool, columns apart",
     },
+    "float32": {
+        "qo_len": 131,
+        "kv_len": 259,
+        "mask": "causal",
+        "o_dtype": "float32",
+        "out": "wide",
+    },
+    "other 16 bits": {"qo_len": 75, "kv_len": 150, "mask": "packed", "sinks": True}
+    | {"o_dtype": "other 16 bits", "lse": "rows"},
+    "float32, split": {"qo_len": 9, "kv_len": 700, "group": 4, "num_splits": 3}
+    | {"o_dtype": "float32", "lse": "new"},
 }
 WIDENED = ((E4M3, E5M2), (E5M2, E4M3))
-"""float8 k and v of a 16-bit q."""
+"""float8 k and v, of a q of 16 bits or of the dtype of v."""
 
 
 def cases_of(kernel: Kernel) -> Iterator[tuple[str, FuzzCase]]:
@@ -81,13 +92,18 @@ def cases_of(kernel: Kernel) -> Iterator[tuple[str, FuzzCase]]:
         yield name, replace(plain, **choices)
     ragged = (dims[0] - 8, dims[1] - 8)
     yield "narrow heads", replace(plain, head_dims=ragged, **VARIANTS["causal"])
-    if dtype not in FP8_DTYPES:
-        for k, v in WIDENED:
-            widened = replace(
-                plain, dtypes=(dtype, k, v), qo_len=70, kv_len=150, scale_v="per head"
-            )
-            yield f"widened {k}, {v}", widened
-        yield "widened and rotated", replace(widened, position="RoPE, scaled", mask="packed")
+    short = replace(plain, qo_len=70, kv_len=150)
+    for k, v in WIDENED:
+        widened = replace(short, dtypes=(dtype, k, v), scale_v="per head")
+        yield f"widened {k}, {v}", widened
+    yield "widened and rotated", replace(widened, position="RoPE, scaled", mask="packed")
+    # Of a float8 q this row's kernel is the one for its own output.
+    o_dtype = "default" if dtype == BFLOAT16 else "other 16 bits"
+    for k, v in WIDENED:
+        float8 = replace(short, dtypes=(v, k, v), o_dtype=o_dtype, scale_q="per head")
+        yield f"float8 {v}, {k}, {v}", float8
+        yield f"float8 {v}, {k}, {v}, rotated", replace(float8, position="RoPE", mask="causal")
+    yield "float8, narrow heads, rotated", replace(float8, position="RoPE", head_dims=ragged)
 
 
 def launch(case: FuzzCase, device: str) -> None:

@@ -51,6 +51,10 @@ CASES: dict[str, FuzzCase] = {
     "RoPE": fuzzed(qo_len=257, kv_len=700, position="RoPE", mask="causal", kv_layout="HND"),
     "float8 keys": fuzzed(qo_len=100, kv_len=700, dtypes=(FLOAT16, E4M3, E5M2), scale_k="per head"),
     "float8": fuzzed(qo_len=257, kv_len=700, dtypes=(E4M3,) * 3, scale_q="per head"),
+    "float32": fuzzed(qo_len=257, kv_len=700, o_dtype="float32", mask="causal", lse="new"),
+    "float8 to float16, split": fuzzed(
+        qo_len=3, kv_len=8192, dtypes=(E5M2, E4M3, E5M2), o_dtype="other 16 bits", group=4
+    ),
     "copies": fuzzed(layouts=("odd strides", "last dim apart", "odd address"), qo_len=90),
 }
 BREAKABLE = [name for name in ARGUMENTS if name not in ("q", "k", "v", "out", "lse")]

@@ -505,6 +505,16 @@ def test_check_finds_faults() -> None:
     assert "rows 50 to 50" in checker.problem(moved)
 
 
+@pytest.mark.parametrize(("float8", "text"), [("qkv", ""), ("kv", "times the tolerance")])
+def test_check_judges_by_what_computes(float8: str, text: str) -> None:
+    """All of float8 is bfloat16's, whatever the grid's dtype; an error that float16 has not."""
+    case = small(quantised(float8, "causal", causal=True), dtype=torch.float16)
+    inputs = case.inputs(CPU, case.arguments(CPU), 0)
+    off = reference(case, inputs).float() * (1 + 2.0**-8)
+    assert text in (problem := Checker(case, inputs).problem(off.to(case.o_dtype)))
+    assert bool(text) == bool(problem)
+
+
 # Timing
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -111,17 +114,55 @@ def test_reference_is_counted_by_its_products() -> None:
     assert total >= PER_PAIR * 35
 
 
-def test_counter_is_told_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of the two is imported first; and other imports see no finder of ours."""
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The counter, which the next import loads anew."""
     known = importlib.import_module(flops.COUNTER)
-    assert torch.ops.prefill.attention in known.flop_registry
-    monkeypatch.setattr(torch.utils, "flop_counter", known)  # the import below sets it
+    monkeypatch.setattr(torch.utils, "flop_counter", known)  # the next import sets it
     monkeypatch.delitem(sys.modules, flops.COUNTER)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return known
+
+
+def knows_both_ops(counter: ModuleType) -> bool:
+    ops = torch.ops.prefill
+    return {ops.attention, ops.prepared_attention} <= set(counter.flop_registry)
+
+
+def test_counter_is_told_when_it_is_imported(forgotten: ModuleType) -> None:
+    """Whichever of the two is imported first; and other imports see no finder of ours."""
+    assert knows_both_ops(forgotten)
     finders = list(sys.meta_path)
     flops.register()
     assert len(sys.meta_path) == len(finders) + 1
     fresh = importlib.import_module(flops.COUNTER)
-    assert fresh is not known
-    ops = torch.ops.prefill
-    assert {ops.attention, ops.prepared_attention} <= set(fresh.flop_registry)
+    assert fresh is not forgotten
+    assert knows_both_ops(fresh)
     assert sys.meta_path == finders
+
+
+def test_looking_for_the_counter_is_not_importing_it(forgotten: ModuleType) -> None:
+    """Whoever looks, as often as they like, the import after it tells the counter."""
+    finders = list(sys.meta_path)
+    flops.register()
+    for _ in range(2):
+        spec = importlib.util.find_spec(flops.COUNTER)
+        assert spec is not None
+        assert spec.origin == forgotten.__file__
+        assert len(sys.meta_path) == len(finders) + 1
+    assert knows_both_ops(importlib.import_module(flops.COUNTER))
+    assert sys.meta_path == finders
+
+
+def test_a_failed_import_of_the_counter_is_not_the_last(
+    forgotten: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ImportError("on purpose")
+
+    flops.register()
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceFileLoader, "exec_module", fail)
+        with pytest.raises(ImportError, match="on purpose"):
+            importlib.import_module(flops.COUNTER)
+    assert knows_both_ops(importlib.import_module(flops.COUNTER))

@@ -312,7 +312,7 @@ def test_fences_keep_values_strides_and_alignment() -> None:
     assert fence.written([0]).sum() == 1
 
 
-# A worker of its own dies, hangs or answers wrongly at some of its cases.
+# A worker of its own dies, hangs, answers wrongly or prints what is no answer at some of its cases.
 PROGRAM = """
 import os, sys, time
 sys.path[:0] = {path!r}
@@ -326,6 +326,9 @@ def outcome(case, device):
         time.sleep(1000)
     if case == fuzz.numbered(0, 6, fuzz.BACKENDS, "cpu"):
         return Outcome("wrong", "on purpose")
+    if case == fuzz.numbered(0, 7, fuzz.BACKENDS, "cpu"):
+        for line in ("a library's notice", "[1, 2]", "7", "NaN", ""):
+            print(line, flush=True)
     return Outcome("passed", "reference")
 
 fuzz.outcome = outcome
@@ -353,6 +356,16 @@ def test_a_worker_may_die_or_hang(tmp_path: Path) -> None:
     assert kinds == {3: "crash", 5: "hang", 6: "wrong"}
     assert all("fuzzed(" in failure["smallest"] for failure in result["failures"])
     assert "FAILED, case 5, hang: no answer in 10.0 s" in done.stdout
+
+
+def test_what_ends_the_watch_over_a_worker_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(*_: object) -> int:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(fuzz.Worker, "_one_process", no_process)
+    with pytest.raises(RuntimeError, match="cannot be followed") as raised:
+        fuzz.main(["--device=cpu", "--cases=4", "--jobs=2"])
+    assert isinstance(raised.value.__cause__, OSError)
 
 
 def test_a_run_without_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

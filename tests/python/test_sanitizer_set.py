@@ -12,6 +12,7 @@ import sanitizer_set
 from fakes import CLASSES, DTYPES, StubKernel, library, pretend
 from fuzz_check import outcome
 from prefill import support
+from prefill.support import kernel_dtype
 from sanitizer_set import VARIANTS, cases_of, launch
 
 BUILD = library().build
@@ -35,35 +36,45 @@ def test_every_row_is_touched(
     assert told["calls"] == len(launched) >= len(ROWS) * (len(VARIANTS) + 1)
     found = set()
     for case in launched:
-        dtype = support.dtype_name(case.dtypes[0])
+        dtype = support.dtype_name(support.kernel_dtype(case.dtypes[0], case.result_dtype))
         kernel = support.find_kernel(BUILD, case.backend, dtype, *case.head_dims)
         assert kernel is not None
         found.add(kernel.name)
     assert found == set(ROWS)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_every_pass_is_touched(stub: StubKernel, backend: str) -> None:
-    for _, case in cases_of(ROWS[f"{backend}_float16_64x64"]):
+def test_every_pass_is_touched(stub: StubKernel, backend: str, dtype: str) -> None:
+    for _, case in cases_of(ROWS[f"{backend}_{dtype}_64x64"]):
         launch(case, "cpu")
+    own = getattr(torch, dtype)
     calls = stub.calls
     assert {call["backend"] for call in calls} == {backend}
     masks = [call["mask"] for call in calls if call["mask"] is not None]
     assert {mask.dtype for mask in masks} == {torch.bool, torch.uint8}
     assert any(mask.dtype == torch.bool and not mask.is_contiguous() for mask in masks)
     assert any(mask.data_ptr() % 4 for mask in masks if mask.dtype == torch.uint8)
-    assert {call["k"].dtype for call in calls} == {
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    }
+    float8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+    for name in ("q", "k", "v"):
+        assert {call[name].dtype for call in calls} == {own} | float8
+    outputs = {torch.float16, torch.bfloat16, torch.float32}
+    assert {call["out"].dtype for call in calls} == outputs
+    only_parts = [call for call in calls if call["out"].dtype != own]
+    assert {call["num_splits"] > 1 for call in only_parts} == {False, True}
+    assert any(call["q"].shape[1] > call["k"].shape[1] for call in only_parts)
+    of_float8 = [call for call in calls if call["q"].dtype in float8]
+    assert all(kernel_dtype(x["q"].dtype, x["out"].dtype) == own for x in of_float8)
+    assert {call["q"].dtype for call in of_float8 if call["rope"]} == float8
+    assert {call["q"].shape[2] for call in of_float8 if call["rope"]} == {56, 64}
     for name in ("rope", "alibi", "soft_cap", "sinks", "lse", "scale_q", "scale_k", "scale_v"):
         given = [call[name] is not None and call[name] is not False for call in calls]
         assert any(given), name
         if name != "soft_cap":
             assert not all(given), name
     assert {0.0, 30.0} <= {call["soft_cap"] for call in calls}
-    assert any(call["rope"] and call["k"].dtype != torch.float16 for call in calls)
+    mixed = [call for call in calls if call["q"].dtype == own and call["k"].dtype in float8]
+    assert any(call["rope"] for call in mixed)
     assert any(call["num_splits"] > 1 and call["sinks"] is not None for call in calls)
     packed = [call for call in calls if call["num_splits"] > 1 and call["scale_q"] is None]
     assert any(call["q"].shape[1] > call["k"].shape[1] for call in packed)

@@ -1,8 +1,8 @@
 """Whether a contender's result is right: rows of it against the reference.
 
-Inputs are random normal, so a row's elements are of one size. With u the unit roundoff of the
-arithmetic, rounding the weights moves an element by a few times u of the row's root mean square
-(errors of many weights average out), and rounding the output by u of itself.
+Inputs are random normal, so a row's elements are of one size. Rounding the weights to the kernel's
+dtype moves an element by a few times that one's unit roundoff of the row's root mean square (errors
+of many weights average out), and rounding the output by the output's unit roundoff of itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from prefill.api import single_prefill_with_kv_cache
 from prefill.bench.cases import Case, Inputs
 from prefill.packing import unpack_mask_block
 from prefill.reference import Span
+from prefill.support import kernel_dtype
 
 ROWS = 16
 UNIT_ROUNDOFF = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
-    torch.float8_e4m3fn: 2.0**-4,
-    torch.float8_e5m2: 2.0**-3,
 }
 
 
@@ -99,9 +98,10 @@ class Checker:
         return truth
 
     def _excess(self, out: Tensor, truth: Tensor) -> float:
-        unit = UNIT_ROUNDOFF[self._case.dtype]
+        o_dtype = self._case.o_dtype
+        of_weights = UNIT_ROUNDOFF[kernel_dtype(self._case.dtypes[0], o_dtype)]
         size = truth.square().mean(-1, keepdim=True).sqrt()
-        allowed = unit * (6 * size + 2 * truth.abs()) + 1e-30
+        allowed = 6 * of_weights * size + 2 * UNIT_ROUNDOFF[o_dtype] * truth.abs() + 1e-30
         return float(((out.float() - truth).abs() / allowed).amax())
 
 
