@@ -11,11 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from prefill import bench, check, demo, explain_command, info
+from prefill._version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m prefill", description="Attention kernels.")
+    parser.add_argument("--version", action="version", version=f"prefill {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("demo", help="run the example and real activations on each backend")
     show.add_argument("--device", help="cuda (the default where there is one), cuda:1, cpu")

@@ -20,6 +20,7 @@ class NamedDevice(NamedTuple):
 
 
 DEVICES: dict[str, NamedDevice] = {
+    "v100": NamedDevice((7, 0), 80),
     "t4": NamedDevice((7, 5), 40),
     "a100": NamedDevice((8, 0), 108),
     "a10": NamedDevice((8, 6), 72),
@@ -34,6 +35,7 @@ DEVICES: dict[str, NamedDevice] = {
 }
 """Devices that can be named."""
 SMEM_PER_BLOCK: dict[tuple[int, int], int] = {
+    (7, 0): 96 << 10,
     (7, 5): 64 << 10,
     (8, 0): 163 << 10,
     (8, 6): 99 << 10,

@@ -154,11 +154,19 @@ def bad_head_dim(name: str, value: int, where: str) -> ValueError:
     )
 
 
-def bad_group(num_qo_heads: int, num_kv_heads: int) -> ValueError:
+def bad_group(q: Tensor, k: Tensor, v: Tensor, kv_layout: str) -> ValueError:
+    """`k` and `v` come NHD-shaped; the text shows them as the caller gave them."""
+    num_qo_heads, num_kv_heads = q.shape[1], k.shape[1]
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    other = "HND" if kv_layout == "NHD" else "NHD"
+    remedy = f"If k and v have the other layout, pass kv_layout={other!r}"
+    if num_qo_heads > num_kv_heads > 0:
+        remedy += "; if not, repeat the k and v heads"
     return ValueError(
-        f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads}; expected "
-        "one, because each key/value head serves the same number of query heads. Check kv_layout, "
-        "or repeat the k and v heads."
+        f"num_qo_heads={num_qo_heads} is not a multiple of num_kv_heads={num_kv_heads} (shapes "
+        f"{_shape(q)}, {_shape(k)}, {_shape(v)}, read as {_layout_text(kv_layout)}); expected one, "
+        f"because each key/value head serves the same number of query heads. {remedy}."
     )
 
 
@@ -170,11 +178,17 @@ def wrong_device(*named: tuple[str, Tensor], device: torch.device) -> ValueError
     )
 
 
-def bad_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> TypeError:
+def bad_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype, *, all_foreign: bool) -> TypeError:
+    """`all_foreign`: none of the three is a dtype that attention takes."""
+    remedy = (
+        "Cast all three with .half() or .bfloat16()."
+        if all_foreign
+        else "Cast the odd one with .to(dtype)."
+    )
     return TypeError(
         f"q, k, v have dtypes {q}, {k}, {v}; expected all float16, all bfloat16, all float8 "
-        "(float8_e4m3fn or float8_e5m2), or float16/bfloat16 q with float8 k and v. Cast the odd "
-        "one with .to(dtype)."
+        "(float8_e4m3fn or float8_e5m2), or float16/bfloat16 q with float8 k and v. "
+        f"{remedy}"
     )
 
 
@@ -218,9 +232,16 @@ def mask_not_bool(mask: Tensor) -> TypeError:
 
 
 def bad_mask_shape(mask: Tensor, qo_len: int, kv_len: int) -> ValueError:
+    shape = (qo_len, kv_len)
+    if mask.numel() != qo_len * kv_len:
+        remedy = "Slice or expand it to that shape."
+    elif tuple(mask.shape) == (kv_len, qo_len):
+        remedy = "Transpose it: custom_mask.T."
+    else:
+        remedy = f"Its elements are as many; if they lie row after row: custom_mask.reshape{shape}."
     return ValueError(
-        f"custom_mask has shape {_shape(mask)}; expected [qo_len, kv_len] = {(qo_len, kv_len)}: "
-        "one mask for all heads. Slice or expand it to that shape."
+        f"custom_mask has shape {_shape(mask)}; expected [qo_len, kv_len] = {shape}: one mask for "
+        f"all heads. {remedy}"
     )
 
 

@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefill import support
 from prefill.devices import DEVICES, device_info_of
 from prefill.explain import Explanation, explain_request
-from prefill.request import BACKENDS, KV_LAYOUTS, POS_ENCODING_MODES, make_request
+from prefill.request import (
+    BACKENDS,
+    FP8_DTYPES,
+    HALF_DTYPES,
+    KV_LAYOUTS,
+    OUTPUT_DTYPES,
+    POS_ENCODING_MODES,
+    make_request,
+)
 
-DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
+DTYPES = tuple(support.dtype_name(dtype) for dtype in HALF_DTYPES + FP8_DTYPES)
+O_DTYPES = tuple(support.dtype_name(dtype) for dtype in OUTPUT_DTYPES)
 MAX_LENGTH, MAX_NUMBER = 1 << 31, 1 << 14
 """Of rows or keys, and of heads or a head's elements: torch counts a tensor's bytes in 63 bits."""
 
@@ -31,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of q (bfloat16)")
     parser.add_argument("--kv-dtype", choices=DTYPES, help="of k and v (that of q)")
-    parser.add_argument("--o-dtype", choices=DTYPES, help="of the output")
+    parser.add_argument("--o-dtype", choices=O_DTYPES, help="of the output")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window-left", type=int, default=-1)
     parser.add_argument("--mask", choices=("bool", "packed"), help="a custom mask")
@@ -45,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         help=f"the device to pretend: {', '.join(DEVICES)}, sm_86, cpu; or one that is here, as "
-        "cuda or cuda:1 (default: cuda where there is one, else cpu)",
+        "cuda or cuda:1 (default: cuda where there is one, else cpu); the kernels are those "
+        "of this build",
     )
 
 

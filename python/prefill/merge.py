@@ -22,6 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prefill import errors
+
 
 def merge_state(
     o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, *, lse_base: str | int = "2"
@@ -36,12 +38,19 @@ def merge_state(
     _check_state(o_b, lse_b, ("o_b", "lse_b"), "[len, heads, head_dim]", 3)
     if o_a.shape != o_b.shape:
         raise ValueError(
-            f"o_a and o_b must have one shape, got {tuple(o_a.shape)} and {tuple(o_b.shape)}"
+            f"o_a and o_b must have one shape, got {tuple(o_a.shape)} and {tuple(o_b.shape)}; "
+            "merge results of the same queries over different keys"
         )
     if o_a.dtype != o_b.dtype:
-        raise TypeError(f"o_a and o_b must have one dtype, got {o_a.dtype} and {o_b.dtype}")
+        raise TypeError(
+            f"o_a and o_b must have one dtype, got {o_a.dtype} and {o_b.dtype}; cast one with "
+            ".to(dtype)"
+        )
     if o_a.device != o_b.device:
-        raise ValueError(f"o_a and o_b must be on one device, got {o_a.device} and {o_b.device}")
+        raise ValueError(
+            f"o_a and o_b must be on one device, got {o_a.device} and {o_b.device}; move one state "
+            "with .to(device)"
+        )
     return _merge([o_a, o_b], [lse_a, lse_b], _is_base_2(lse_base))
 
 
@@ -70,7 +79,7 @@ def _is_base_2(lse_base: object) -> bool:
         return lse_base == "2"
     if type(lse_base) is int and lse_base == 2:
         return True
-    raise ValueError(f"lse_base must be '2' or 'e', got {lse_base!r}")
+    raise errors.bad_lse_base(lse_base)
 
 
 def _merge(outputs: list[Tensor], lses: list[Tensor], base_2: bool) -> tuple[Tensor, Tensor]:
@@ -102,17 +111,25 @@ def _merge(outputs: list[Tensor], lses: list[Tensor], base_2: bool) -> tuple[Ten
 def _check_state(o: Tensor, lse: Tensor, names: tuple[str, str], layout: str, dims: int) -> None:
     for name, tensor in zip(names, (o, lse), strict=True):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise errors.not_a_tensor((name, tensor))
         if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+            raise TypeError(
+                f"{name} must be a floating-point tensor, got {tensor.dtype}; pass what attention "
+                "returned, or convert it with .float()"
+            )
     if o.dim() != dims:
-        raise ValueError(f"{names[0]} must be {layout}, got shape {tuple(o.shape)}")
+        raise ValueError(
+            f"{names[0]} must be {layout}, got shape {tuple(o.shape)}; two states go to "
+            "merge_state, any number, stacked with torch.stack(..., dim=1), to merge_states"
+        )
     if lse.shape != o.shape[:-1]:
         raise ValueError(
             f"{names[1]} must have {names[0]}'s shape without the last dimension, "
-            f"{tuple(o.shape[:-1])}; got {tuple(lse.shape)}"
+            f"{tuple(o.shape[:-1])}; got {tuple(lse.shape)}. Pass the LSE that came with that "
+            "output; attention's is [len, heads]"
         )
     if lse.device != o.device:
         raise ValueError(
-            f"{names[0]} and {names[1]} must be on one device, got {o.device} and {lse.device}"
+            f"{names[0]} and {names[1]} must be on one device, got {o.device} and {lse.device}; "
+            "move one with .to(device)"
         )

@@ -59,11 +59,14 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
     shifts = _shifts(bitorder)
     if not isinstance(indptr, Tensor) or indptr.dtype not in _INDEX_DTYPES:
         given = indptr.dtype if isinstance(indptr, Tensor) else type(indptr).__name__
-        raise TypeError(f"segment_packbits: indptr must be an int32 or int64 tensor, got {given}")
+        raise TypeError(
+            f"segment_packbits: indptr must be an int32 or int64 tensor, got {given}; make it with "
+            "torch.as_tensor(indptr, dtype=torch.int64)"
+        )
     if indptr.dim() != 1 or indptr.numel() == 0:
         raise ValueError(
             "segment_packbits: indptr must be 1-D with one more element than segments, "
-            f"got shape {tuple(indptr.shape)}"
+            f"got shape {tuple(indptr.shape)}; for no segments pass [0]"
         )
     bounds = indptr.to("cpu", torch.int64)
     lengths = bounds.diff()
@@ -71,7 +74,8 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
         raise ValueError(
             "segment_packbits: indptr must start at 0, never fall and end at x's number of "
             f"elements, {x.numel()}; got first {int(bounds[0])}, last {int(bounds[-1])}, "
-            f"smallest step {int(lengths.min()) if lengths.numel() else 0}"
+            f"smallest step {int(lengths.min()) if lengths.numel() else 0}; make it of the "
+            "segments' lengths: a 0, then lengths.cumsum(0)"
         )
     packed_bounds = torch.zeros_like(bounds)
     packed_bounds[1:] = ((lengths + 7) // 8).cumsum(0)
@@ -119,7 +123,10 @@ def unpack_mask_block(
 
 def _check_bits(x: Tensor, name: str) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: x must be a torch.Tensor, got {type(x).__name__}")
+        raise TypeError(
+            f"{name}: x must be a torch.Tensor, got {type(x).__name__}; convert it with "
+            "torch.as_tensor(x)"
+        )
     if x.dtype not in _INTEGER_DTYPES:
         raise TypeError(f"{name}: x must be bool or integer, got {x.dtype}; pass `x != 0`")
 
@@ -130,7 +137,9 @@ def _shifts(bitorder: str) -> range:
         return range(8)
     if bitorder == "big":
         return range(7, -1, -1)
-    raise ValueError(f"bitorder must be 'big' or 'little', got {bitorder!r}")
+    raise ValueError(
+        f"bitorder must be 'big' or 'little', got {bitorder!r}; pass 'little' for attention's masks"
+    )
 
 
 def _join_bits(bits: Tensor, shifts: range) -> Tensor:

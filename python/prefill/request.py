@@ -204,7 +204,7 @@ def make_request(
     head_dim_qk = index(head_dim_qk)
     head_dim_vo = index(head_dim_vo)
     if num_qo_heads % num_kv_heads if num_kv_heads else num_qo_heads:
-        raise errors.bad_group(num_qo_heads, num_kv_heads)
+        raise errors.bad_group(q, k, v, kv_layout)
 
     # Devices, dtypes, gradients.
     device = q.device
@@ -329,7 +329,8 @@ def make_request(
 def _check_mixed_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
     fp8_kv = k in FP8_DTYPES and v in FP8_DTYPES
     if not (fp8_kv and (q in HALF_DTYPES or q in FP8_DTYPES)):
-        raise errors.bad_dtypes(q, k, v)
+        all_foreign = {q, k, v}.isdisjoint((*HALF_DTYPES, *FP8_DTYPES))
+        raise errors.bad_dtypes(q, k, v, all_foreign=all_foreign)
 
 
 def _as_float(name: str, value: Any) -> float:

@@ -31,7 +31,9 @@ class TestPretendedDevices:
     @pytest.mark.parametrize(
         ("device", "backend"),
         [
+            ("v100", "reference"),
             ("t4", "reference"),
+            ("sm_70", "reference"),
             ("a100", "fa2"),
             ("A100", "fa2"),
             ("sm_86", "fa2"),
@@ -138,10 +140,9 @@ def test_passes_of_mixed_dtypes(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--heads", "32/5"), "num_qo_heads=32 is not a multiple of num_kv_heads=5"),
         (("--head-dim", "100"), "head_dim_qk=100 is not supported"),
-        (("--dtype", "float32"), "q, k, v have dtypes torch.float32"),
         (("--use-fp16-qk-reduction",), "it needs both in torch.float16"),
         (("--device", "voodoo"), "--device voodoo is not here; expected cpu or one of"),
-        (("--device", "cuda:63"), "To pretend a device name one of t4, a100"),
+        (("--device", "cuda:63"), "To pretend a device name one of v100, t4, a100"),
     ],
 )
 def test_what_is_no_call(
@@ -156,6 +157,8 @@ def test_what_is_no_call(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        (("--dtype", "float32"), "invalid choice: 'float32'"),
+        (("--o-dtype", "float8_e5m2"), "invalid choice: 'float8_e5m2'"),
         (("--heads", "32:8"), "'32:8': expected a number, or two as 32/8"),
         (("--heads", "9" * 20), "9" * 20 + ": expected at most 16384"),
         (("--head-dim", "128/16385"), "16385: expected at most 16384"),
@@ -165,7 +168,9 @@ def test_what_is_no_call(
         (("--kv-len", "9" * 5000), "9" * 5000 + ": expected at most 2147483648"),
     ],
 )
-def test_numbers(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], text: str) -> None:
+def test_values_that_no_call_takes(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], text: str
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*CALL, *options])
     assert stopped.value.code == 2

@@ -51,11 +51,11 @@ class TestPackbits:
 
     def test_errors(self):
         bits = torch.zeros(3, dtype=torch.bool)
-        with pytest.raises(ValueError, match="'big' or 'little', got 'middle'"):
+        with pytest.raises(ValueError, match="'big' or 'little', got 'middle'; pass 'little'"):
             packbits(bits, "middle")
         with pytest.raises(TypeError, match=r"bool or integer, got torch\.float32"):
             packbits(torch.zeros(3))
-        with pytest.raises(TypeError, match=r"must be a torch\.Tensor, got list"):
+        with pytest.raises(TypeError, match=r"got list; convert it with torch\.as_tensor"):
             packbits([1, 0])
 
     def test_traces_whole(self):
@@ -101,7 +101,7 @@ class TestSegmentPackbits:
             ([1, 5], "first 1, last 5"),
             ([0, 4], "elements, 5; got first 0, last 4"),
             ([0, 6], "last 6"),
-            ([0, 3, 2, 5], "smallest step -1"),
+            ([0, 3, 2, 5], "smallest step -1; make it of the segments' lengths"),
         ],
     )
     def test_wrong_indptr(self, bounds, text):
@@ -112,11 +112,13 @@ class TestSegmentPackbits:
         bits = torch.ones(4, dtype=torch.bool)
         with pytest.raises(TypeError, match=r"int32 or int64 tensor, got torch\.float32"):
             segment_packbits(bits, torch.tensor([0.0, 4.0]))
-        with pytest.raises(TypeError, match="int32 or int64 tensor, got list"):
+        with pytest.raises(TypeError, match="int32 or int64 tensor, got list; make it with"):
             segment_packbits(bits, [0, 4])
         with pytest.raises(ValueError, match=r"x must be 1-D, got shape \(2, 2\)"):
             segment_packbits(bits.view(2, 2), torch.tensor([0, 4]))
-        with pytest.raises(ValueError, match=r"indptr must be 1-D.*got shape \(0,\)"):
+        with pytest.raises(
+            ValueError, match=r"indptr must be 1-D.*got shape \(0,\); for no segments"
+        ):
             segment_packbits(bits, torch.empty(0, dtype=torch.int64))
 
 

@@ -124,23 +124,51 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "group": (
         {"q": half(QO, 7, DQK)},
         ValueError,
-        ["num_qo_heads=7", "num_kv_heads=2", "multiple"],
+        [
+            "num_qo_heads=7 is not a multiple of num_kv_heads=2",
+            "(5, 7, 64), (9, 2, 64), (9, 2, 32), read as q [qo_len, num_qo_heads",
+            "pass kv_layout='HND'; if not, repeat the k and v heads.",
+        ],
     ),
-    "no kv heads": ({"k": half(KV, 0, DQK), "v": half(KV, 0, DVO)}, ValueError, ["num_kv_heads=0"]),
+    "group, fewer query heads": (
+        {"q": half(QO, 1, DQK), "kv_layout": "HND"},
+        ValueError,
+        [
+            "num_qo_heads=1 is not a multiple of num_kv_heads=9",
+            "(5, 1, 64), (9, 2, 64), (9, 2, 32), read as",
+            "k [num_kv_heads, kv_len, head_dim_qk]",
+            "pass kv_layout='NHD'.",
+        ],
+    ),
+    "no kv heads": (
+        {"k": half(KV, 0, DQK), "v": half(KV, 0, DVO)},
+        ValueError,
+        ["num_kv_heads=0", "pass kv_layout='HND'."],
+    ),
     "mask shape": (
         {"custom_mask": torch.ones(QO, KV - 1, dtype=torch.bool)},
         ValueError,
-        ["(5, 8)", "(5, 9)", "custom_mask"],
+        ["(5, 8)", "(5, 9)", "custom_mask", "Slice or expand it"],
     ),
     "mask transposed": (
         {"custom_mask": torch.ones(KV, QO, dtype=torch.bool)},
         ValueError,
-        ["(9, 5)", "(5, 9)"],
+        ["(9, 5)", "(5, 9)", "Transpose it: custom_mask.T."],
+    ),
+    "mask with a batch": (
+        {"custom_mask": torch.ones(1, QO, KV, dtype=torch.bool)},
+        ValueError,
+        ["(1, 5, 9)", "custom_mask.reshape(5, 9)."],
+    ),
+    "mask flat": (
+        {"custom_mask": torch.ones(QO * KV, dtype=torch.bool)},
+        ValueError,
+        ["(45,)", "row after row: custom_mask.reshape(5, 9)."],
     ),
     "mask per head": (
         {"custom_mask": torch.ones(HQ, QO, KV, dtype=torch.bool)},
         ValueError,
-        ["(8, 5, 9)", "all heads"],
+        ["(8, 5, 9)", "all heads", "Slice or expand it"],
     ),
     "packed short": (
         {"packed_custom_mask": torch.zeros(5, dtype=torch.uint8)},
@@ -215,7 +243,25 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "alibi alone": ({"alibi_slopes": torch.ones(HQ)}, ValueError, ["alibi_slopes", "'ALIBI'"]),
     "lse alone": ({"lse": torch.zeros(QO, HQ)}, ValueError, ["lse=", "return_lse=True"]),
     # dtypes
-    "float32": ({"q": torch.zeros(QO, HQ, DQK)}, TypeError, ["torch.float32", "float8_e4m3fn"]),
+    "float32": (
+        {"q": torch.zeros(QO, HQ, DQK)},
+        TypeError,
+        ["torch.float32", "float8_e4m3fn", "Cast the odd one with .to(dtype)."],
+    ),
+    "all float32": (
+        {name: tensor.float() for name, tensor in tensors().items()},
+        TypeError,
+        ["torch.float32, torch.float32", "Cast all three with .half() or .bfloat16()."],
+    ),
+    "all foreign": (
+        {
+            "q": torch.zeros(QO, HQ, DQK),
+            "k": half(KV, HK, DQK).double(),
+            "v": half(KV, HK, DVO).int(),
+        },
+        TypeError,
+        ["torch.float64, torch.int32", "Cast all three"],
+    ),
     "mixed": ({"k": half(KV, HK, DQK).bfloat16()}, TypeError, ["torch.bfloat16", "Cast"]),
     "fp8 q alone": (
         {"q": half(QO, HQ, DQK).to(torch.float8_e4m3fn)},
