@@ -111,7 +111,8 @@ struct Weights {
     }
     sum = reduce_warp(sum, [](float x, float y) { return x + y; });
     const float sink = merge.sinks.at(row.head, -INFINITY) * kLog2e;
-    const float total = sum + exp2_approx(fmaf(-base, multiplier, sink));
+    // Without a sink: a logit beyond float32 must not meet its infinity.
+    const float total = sink == -INFINITY ? sum : sum + exp2_approx(fmaf(-base, multiplier, sink));
     for (int i = lane; i < num_splits; i += kWarpLanes) {
       of_parts[i] = sum == 0.f ? 0.f : __fdividef(of_parts[i], total);
     }
