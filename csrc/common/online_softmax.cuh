@@ -95,11 +95,13 @@ struct OnlineSoftmax {
     }
   }
 
-  // False where an anchored sum may have overflowed or lost bits, or be NaN, where the row is
-  // steep, or where the mean weight of its keys is far above the anchor's: then few keys take all,
-  // and the rounding of their weights shows. Weighted sums of V may overflow before it does.
+  // False where an anchored sum may have overflowed or lost bits, where the row is steep, or where
+  // the mean weight of its keys is far above the anchor's: then few keys take all, and the rounding
+  // of their weights shows. Weighted sums of V may overflow before it does. A sum is NaN where a
+  // score is, which exact steps would not change, or where no key was seen before the anchored ones.
   CUTE_DEVICE bool anchor_held(int r, int num_keys) const {
     constexpr float kLargestMean = 256.f;
+    if (isnan(row_sum[r])) return row_max[r] != -INFINITY;
     return row_sum[r] < kLargestMean * static_cast<float>(num_keys) &&
            fabsf(rounded_logit(r)) < kSteep;
   }

@@ -164,7 +164,7 @@ struct Consumer {
   using RowNormaliser = Normaliser<Softmax::kRows>;
 
   // For rows whose last product has been started: writes the LSE, and answers what to multiply the
-  // output by. That is NaN where weights have left their range.
+  // output by. That is infinite where weights have left their range.
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
     const float sink = Traits::kIsGeneral ? rows.sink : -INFINITY;
@@ -177,13 +177,14 @@ struct Consumer {
       store_part_lse(smem.results.split, softmax, rows.is_careful, coordinates,
                      first_row_of(rows.part));
     }
+    RowNormaliser normaliser(softmax, rows.is_careful, sink, rows.value_scale);
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
-        if (!softmax.anchor_held(r, rows.order.count * Traits::kN)) softmax.row_sum[r] = NAN;
+        if (!softmax.anchor_held(r, rows.order.count * Traits::kN)) normaliser.factor[r] = INFINITY;
       }
     }
-    return {softmax, rows.is_careful, sink, rows.value_scale};
+    return normaliser;
   }
 
   // Writes the output, or puts the row tile on the redo list where weights turn out to have left
@@ -192,7 +193,7 @@ struct Consumer {
   CUTE_DEVICE void write(RowTile const& rows, RowNormaliser const& normaliser, Acc& out) {
     Tensor out_rows = row_column_view(out);
     normaliser.apply(out_rows);
-    const bool failed = !rows.is_careful && !all_finite(out);
+    const bool failed = !rows.is_careful && !all_finite(out_rows, normaliser);
     if constexpr (Traits::kStagesOutput) {
       if (thread == 0) tma_store_wait<0>();  // until the rows before have left their place
     }

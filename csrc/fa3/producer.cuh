@@ -152,7 +152,9 @@ struct Producer {
     const bool all_masked = !Traits::kIsGeneral && !transform.is_idle();
     if (all_masked) order.num_masked = order.count;
     // The fewer keys, the more the weight of the largest counts, which is exact relative to itself.
-    const bool is_short = order.count * Traits::kN <= Traits::kShortRow;
+    // Under a causal bound it is most often among the nearest keys, which anchors come from.
+    const bool has_nearest = mask.window_right == 0 && order.first < order.end;
+    const bool is_short = order.count * Traits::kN <= Traits::kShortRow && !has_nearest;
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
         is_short || redo || is_late(work.round) || all_masked || !(fabsf(v_scale) >= 0x1p-80f);

@@ -18,7 +18,7 @@ struct RowTile {
   LogitTransform transform;
   float sink;  // in base-2 units
   float value_scale;
-  bool is_careful;  // short, or done again: no anchors
+  bool is_careful;  // exact steps with care, without anchors
   int num_first;    // steps of the loop that masks and that ends the rows before
   int num_exact;    // steps of the online softmax, these included; anchored ones follow
   KvTileOrder order;
