@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "common/logits.cuh"
+#include "common/pass_launch.cuh"
 
 namespace prefill {
 namespace {
@@ -86,39 +87,53 @@ struct PartsOfRow {
   }
 };
 
-// By a warp: what to multiply the outputs of the parts by, and the LSE of the whole. A row that no
-// part saw a key for has weights of 0.
-struct Weights {
-  float* of_parts;
-  float lse;
+// What a lane knows of a row's parts: of every 32nd, from its own number on.
+struct LaneParts {
+  static constexpr int kParts = kMaxSplits / kWarpLanes;
+  PartLse parts[kParts];
 
-  __device__ static Weights of(const Merge& merge, const PartsOfRow& row, int lane,
-                               float* of_parts) {
-    const int num_splits = merge.results.split.num_splits;
-    const PartLse* lse = merge.results.split.lse + row.first;
-    float largest = -INFINITY;
-    for (int i = lane; i < num_splits; i += kWarpLanes) {
-      largest = fmaxf(largest, lse[int64_t{i} * merge.tile_m].score);
+  __device__ void load(const Merge& merge, const PartsOfRow& row, int lane) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const int part = i * kWarpLanes + lane;
+      parts[i] = {-INFINITY, 0.f, 0.f};
+      if (part < merge.results.split.num_splits) {
+        parts[i] = merge.results.split.lse[row.first + int64_t{part} * merge.tile_m];
+      }
     }
+  }
+
+  // By a warp: puts what to multiply the outputs of the parts by into `weights`, and answers the
+  // LSE of the whole. A row that no part saw a key for has weights of 0.
+  __device__ float weigh(const Merge& merge, const PartsOfRow& row, int lane,
+                         float* weights) const {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) largest = fmaxf(largest, parts[i].score);
     largest = reduce_warp(largest, [](float x, float y) { return fmaxf(x, y); });
-    const float base = largest == -INFINITY ? 0.f : largest, multiplier = lse->multiplier;
+    const float base = largest == -INFINITY ? 0.f : largest;
+    const float multiplier = __shfl_sync(kWholeWarp, parts[0].multiplier, 0);
     // No part's weights add up to more than 2^40: nothing overflows.
+    float of_lane[kParts];
     float sum = 0.f;
-    for (int i = lane; i < num_splits; i += kWarpLanes) {
-      const PartLse part = lse[int64_t{i} * merge.tile_m];
-      of_parts[i] = exp2_approx(fmaf(part.score - base, multiplier, part.sum));
-      sum += of_parts[i];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      of_lane[i] = exp2_approx(fmaf(parts[i].score - base, multiplier, parts[i].sum));
+      if (i * kWarpLanes + lane < merge.results.split.num_splits) sum += of_lane[i];
     }
     sum = reduce_warp(sum, [](float x, float y) { return x + y; });
     const float sink = merge.sinks.at(row.head, -INFINITY) * kLog2e;
     // Without a sink: a logit beyond float32 must not meet its infinity.
     const float total = sink == -INFINITY ? sum : sum + exp2_approx(fmaf(-base, multiplier, sink));
-    for (int i = lane; i < num_splits; i += kWarpLanes) {
-      of_parts[i] = sum == 0.f ? 0.f : __fdividef(of_parts[i], total);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const int part = i * kWarpLanes + lane;
+      if (part >= merge.results.split.num_splits) continue;
+      weights[part] = sum == 0.f ? 0.f : __fdividef(of_lane[i], total);
     }
     __syncwarp();
     const float keys = sum == 0.f ? -INFINITY : fmaf(base, multiplier, log2f(sum));
-    return {of_parts, lse_with_sink(keys, sink)};
+    return lse_with_sink(keys, sink);
   }
 };
 
@@ -170,36 +185,34 @@ __global__ void __launch_bounds__(kWarps* kWarpLanes)
   const int64_t stride = int64_t{row_warps} * merge.tile_m * merge.columns;
   T* out = static_cast<T*>(results.out.data) + row.out;
   float* lse = results.lse == nullptr ? nullptr : results.lse + row.lse;
-#if __CUDA_ARCH__ >= 900
   // The first look at arguments takes its time: before the wait.
   asm volatile("" ::"l"(first), "l"(out), "l"(lse), "l"(stride), "r"(columns), "r"(num_splits));
-  // The next kernel waits for this one's end by itself; what the one before wrote is there now.
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_kernel_before();
 
   Columns sum;
   if (row.exists) {
+    LaneParts parts;
+    parts.load(merge, row, lane);
     Columns ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (share + i * row_warps < num_splits) ahead[i].load(first + i * stride, lane, columns);
     }
-    const Weights row_weights = Weights::of(merge, row, lane, weights[warp]);
+    const float row_lse = parts.weigh(merge, row, lane, weights[warp]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int index = share + i * row_warps;
-      if (index < num_splits) sum.add(ahead[i], row_weights.of_parts[index]);
+      if (index < num_splits) sum.add(ahead[i], weights[warp][index]);
     }
     const float* next = first + kAhead * stride;
 #pragma unroll 4
     for (int index = share + kAhead * row_warps; index < num_splits; index += row_warps) {
       Columns more;
       more.load(next, lane, columns);
-      sum.add(more, row_weights.of_parts[index]);
+      sum.add(more, weights[warp][index]);
       next += stride;
     }
-    if (share == 0 && lane == 0 && lse != nullptr) *lse = row_weights.lse * results.lse_scale;
+    if (share == 0 && lane == 0 && lse != nullptr) *lse = row_lse * results.lse_scale;
   }
   if (row_warps > 1) {
     sums[warp][lane] = sum;
@@ -226,22 +239,17 @@ cudaError_t combine(const PrefillParams& params, const TileSchedule& schedule, i
   const Merge merge{Results::of(params), params.sinks, schedule, tile_m, columns,
                     tile_rows,           row_warps};
 
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>((num_rows + block_rows - 1) / block_rows);
-  config.blockDim = kWarps * kWarpLanes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
+  const auto launch = [&](auto* pass) {
+    return launch_pass(pass, static_cast<unsigned>((num_rows + block_rows - 1) / block_rows),
+                       kWarps * kWarpLanes, programmatic, stream, merge);
+  };
   switch (params.out_type) {
     case OutputType::float16:
-      return cudaLaunchKernelEx(&config, combine_rows<__half>, merge);
+      return launch(combine_rows<__half>);
     case OutputType::bfloat16:
-      return cudaLaunchKernelEx(&config, combine_rows<__nv_bfloat16>, merge);
+      return launch(combine_rows<__nv_bfloat16>);
     case OutputType::float32:
-      return cudaLaunchKernelEx(&config, combine_rows<float>, merge);
+      return launch(combine_rows<float>);
   }
   return cudaErrorInvalidValue;
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "common/pass_launch.cuh"
+
 namespace prefill {
 namespace {
 
@@ -80,6 +82,7 @@ __global__ void __launch_bounds__(kMaskLanes* kMaxWarps)
       band.kv_tiles(block.first_row, block.last_row + 1 - block.first_row, tile_n);
   const uint32_t whole = low_bits(tile_n - 32 * (lane % kQuad));
   const int num_tiles = min(kStripTiles, target.num_kv_tiles - first_tile);
+  wait_for_kernel_before();
   for (int i = threadIdx.z; i < num_tiles; i += blockDim.z) {
     const int tile = first_tile + i;
     MaskWords keys{};
@@ -123,7 +126,7 @@ __global__ void __launch_bounds__(kMaskLanes* kMaxWarps)
 
 template <class Format>
 cudaError_t launch(const MaskSource& source, const BandMask& band, const RowMap& rows, int tile_m,
-                   int tile_n, const MaskTiles& target, cudaStream_t stream) {
+                   int tile_n, const MaskTiles& target, bool programmatic, cudaStream_t stream) {
   // Warps with one KV tile after another hide less of the memory's latency than more warps do, but
   // are fewer to start and to synchronise: it is large grids that are better off with them.
   constexpr int64_t kFewBlocks = 256;
@@ -133,28 +136,30 @@ cudaError_t launch(const MaskSource& source, const BandMask& band, const RowMap&
   const int row_blocks = tile_m / kMaskBlockRows;
   const int warps = num_blocks <= kFewBlocks ? kMaxWarps : kMaxWarps / 2;
   const int shares = std::clamp(warps / row_blocks, 1, kStripTiles);
-  lay_out_strip<Format>
-      <<<static_cast<unsigned>(num_blocks), dim3(kMaskLanes, row_blocks, shares), 0, stream>>>(
-          MaskMemory<Format>::of(source, band.qo_len, band.kv_len), band, rows, tile_n, target);
-  return cudaGetLastError();
+  return launch_pass(lay_out_strip<Format>, static_cast<unsigned>(num_blocks),
+                     dim3(kMaskLanes, row_blocks, shares), programmatic, stream,
+                     MaskMemory<Format>::of(source, band.qo_len, band.kv_len), band, rows, tile_n,
+                     target);
 }
 
 }  // namespace
 
 cudaError_t lay_out_mask(const MaskSource& source, const PrefillParams& params, int tile_m,
-                         int tile_n, const MaskTiles& target, cudaStream_t stream) {
+                         int tile_n, const MaskTiles& target, bool programmatic,
+                         cudaStream_t stream) {
   const bool fits = tile_m > 0 && tile_m % RowMap::kBlock == 0 &&
                     tile_m <= kMaskBlockRows * kMaxWarps && tile_n > 0 && tile_n % 16 == 0 &&
                     tile_n <= kMaxTileN;
   if (!fits) return cudaErrorInvalidValue;
   const BandMask band = BandMask::of(params);
   if (source.format == MaskFormat::bits) {
-    return launch<PackedBits>(source, band, params.rows, tile_m, tile_n, target, stream);
+    return launch<PackedBits>(source, band, params.rows, tile_m, tile_n, target, programmatic,
+                              stream);
   }
   const int64_t start = static_cast<int64_t>(reinterpret_cast<uintptr_t>(source.data));
   const bool aligned = (start | source.row_keys) % int64_t{sizeof(uint4)} == 0;
   return (aligned ? launch<AlignedBools> : launch<Bools>)(source, band, params.rows, tile_m, tile_n,
-                                                          target, stream);
+                                                          target, programmatic, stream);
 }
 
 }  // namespace prefill

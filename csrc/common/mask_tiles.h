@@ -55,9 +55,11 @@ struct MaskTileCounts {
 };
 
 // Fills `target`, which MaskTileCounts::carve gave, for the lengths and windows of `params`. Tile
-// sizes are multiples of 64 rows, up to 512, and of 16 keys, up to 128.
+// sizes are multiples of 64 rows, up to 512, and of 16 keys, up to 128. `programmatic`: as
+// pass_launch.cuh has it.
 cudaError_t lay_out_mask(const MaskSource& source, const PrefillParams& params, int tile_m,
-                         int tile_n, const MaskTiles& target, cudaStream_t stream);
+                         int tile_n, const MaskTiles& target, bool programmatic,
+                         cudaStream_t stream);
 
 // The lowest `count` bits; any count.
 PREFILL_HOST_DEVICE uint32_t low_bits(int count) {

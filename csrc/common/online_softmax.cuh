@@ -71,6 +71,20 @@ struct OnlineSoftmax {
     return factor;
   }
 
+  // Before anchored steps, and with care in none: a row that has seen NaN alone is NaN for good,
+  // and told from one that has seen no key, or logits of -inf, by a maximum of +inf.
+  CUTE_DEVICE void settle_nan() {
+    bool any = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) any = any || row_max[r] == -INFINITY;
+    if (!__any_sync(0xffffffffu, any)) return;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const bool is_nan = isnan(quad_sum(row_sum[r]));
+      if (row_max[r] == -INFINITY && is_nan) row_max[r] = INFINITY;
+    }
+  }
+
   // What anchored steps take weights relative to, in base-2 units; -inf where no key was seen.
   CUTE_DEVICE float anchor(int r) const { return __fmul_rn(row_max[r], multiplier); }
 
@@ -98,7 +112,8 @@ struct OnlineSoftmax {
   // False where an anchored sum may have overflowed or lost bits, where the row is steep, or where
   // the mean weight of its keys is far above the anchor's: then few keys take all, and the rounding
   // of their weights shows. Weighted sums of V may overflow before it does. A sum is NaN where a
-  // score is, which exact steps would not change, or where no key was seen before the anchored ones.
+  // score is, which exact steps would not change, or where no key was seen before the anchored
+  // ones.
   CUTE_DEVICE bool anchor_held(int r, int num_keys) const {
     constexpr float kLargestMean = 256.f;
     if (isnan(row_sum[r])) return row_max[r] != -INFINITY;

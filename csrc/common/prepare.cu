@@ -7,6 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/pass_launch.cuh"
+
 namespace prefill {
 namespace {
 
@@ -189,10 +191,6 @@ __device__ void run_block(const PrepareJob& job, const RopeTurns& turns, int blo
 template <class Target>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_rows(const __grid_constant__ PreparePass pass) {
-#if __CUDA_ARCH__ >= 900
-  // A kernel that waits for this one's end by itself may start on SMs that this one leaves.
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
   __shared__ alignas(16) Rotation rotations[kMaxBlockRotations];
   int64_t block = blockIdx.x;
   const PrepareJob* job = &pass.q;
@@ -205,6 +203,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     job = &pass.v;
   }
   const auto of_job = static_cast<int>(block);
+  wait_for_kernel_before();
   switch (job->type) {
     case SourceType::same:
       return run_block<Target, Target>(*job, pass.turns, of_job, rotations);
@@ -217,15 +216,11 @@ __global__ void __launch_bounds__(kPrepareThreads)
 
 }  // namespace
 
-cudaError_t prepare(const PreparePass& pass, DType dtype, cudaStream_t stream) {
+cudaError_t prepare(const PreparePass& pass, DType dtype, bool programmatic, cudaStream_t stream) {
   if (pass.num_blocks() > INT32_MAX) return cudaErrorInvalidConfiguration;
   const auto blocks = static_cast<unsigned>(pass.num_blocks());
-  if (dtype == DType::float16) {
-    prepare_rows<__half2><<<blocks, kPrepareThreads, 0, stream>>>(pass);
-  } else {
-    prepare_rows<__nv_bfloat162><<<blocks, kPrepareThreads, 0, stream>>>(pass);
-  }
-  return cudaGetLastError();
+  const auto rows = dtype == DType::float16 ? prepare_rows<__half2> : prepare_rows<__nv_bfloat162>;
+  return launch_pass(rows, blocks, kPrepareThreads, programmatic, stream, pass);
 }
 
 }  // namespace prefill

@@ -210,6 +210,6 @@ struct PreparePass {
 };
 
 // Fills the targets, which PreparePass::carve gave, with elements of `dtype`. `pass` has some job.
-cudaError_t prepare(const PreparePass& pass, DType dtype, cudaStream_t stream);
+cudaError_t prepare(const PreparePass& pass, DType dtype, bool programmatic, cudaStream_t stream);
 
 }  // namespace prefill

@@ -194,16 +194,21 @@ MaskSource mask_source(const Tensor& mask, const PrefillParams& params) {
   return {MaskFormat::bits, data, kv_len};
 }
 
+// The devices of fa3 know how to wait for the kernel before (pass_launch.cuh).
+bool has_programmatic_passes(const KernelEntry& kernel) { return kernel.backend == Backend::fa3; }
+
 // Lays the mask out for a kernel's tiles. The memory of `params.mask` is the tensor's: its
 // allocator gives it to no other stream before what has been launched here is done.
-Tensor lay_out(const Tensor& mask, const KernelInfo& kernel, PrefillParams& params,
+Tensor lay_out(const Tensor& mask, const KernelEntry& kernel, PrefillParams& params,
                cudaStream_t stream) {
+  const KernelInfo info = kernel.info();
   const MaskTileCounts counts =
-      MaskTileCounts::of(params.qo_len, params.kv_len, params.rows, kernel.tile_m, kernel.tile_n);
+      MaskTileCounts::of(params.qo_len, params.kv_len, params.rows, info.tile_m, info.tile_n);
   Tensor workspace = torch::stable::new_empty(mask, {counts.workspace_bytes()}, ScalarType::Byte);
   params.mask = counts.carve(workspace.data_ptr());
-  const cudaError_t error = lay_out_mask(mask_source(mask, params), params, kernel.tile_m,
-                                         kernel.tile_n, params.mask, stream);
+  const cudaError_t error =
+      lay_out_mask(mask_source(mask, params), params, info.tile_m, info.tile_n, params.mask,
+                   has_programmatic_passes(kernel), stream);
   STD_TORCH_CHECK(error == cudaSuccess, "the mask pass failed to launch: ", cudaGetErrorName(error),
                   " (", cudaGetErrorString(error), ")");
   return workspace;
@@ -211,11 +216,11 @@ Tensor lay_out(const Tensor& mask, const KernelInfo& kernel, PrefillParams& para
 
 // Copies what the kernels cannot take as it is, and lets `params` find the copies. Their memory is
 // the tensor's, as that of a mask is (lay_out).
-Tensor prepare_inputs(const Tensor& q, PreparePass& pass, DType dtype, PrefillParams& params,
-                      cudaStream_t stream) {
+Tensor prepare_inputs(const Tensor& q, PreparePass& pass, const KernelEntry& kernel,
+                      PrefillParams& params, cudaStream_t stream) {
   Tensor workspace = torch::stable::new_empty(q, {pass.workspace_bytes()}, ScalarType::Byte);
   pass.carve(workspace.data_ptr(), params);
-  const cudaError_t error = prepare(pass, dtype, stream);
+  const cudaError_t error = prepare(pass, kernel.dtype, has_programmatic_passes(kernel), stream);
   STD_TORCH_CHECK(error == cudaSuccess,
                   "the pass over q, k and v failed to launch: ", cudaGetErrorName(error), " (",
                   cudaGetErrorString(error), ")");
@@ -286,12 +291,12 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   if (rope || !types.all_same()) {
     const auto angles = rope ? std::optional<Rope>({rope_scale, rope_theta}) : std::nullopt;
     PreparePass pass = PreparePass::of(params, types, angles, kernel->info().tile_n);
-    workspace = prepare_inputs(q, pass, dtype, params, stream);
+    workspace = prepare_inputs(q, pass, *kernel, params, stream);
   }
   std::optional<Tensor> mask_workspace;
   if (mask) {
     STD_TORCH_CHECK(mask->get_device() == device, "all tensors are on one device");
-    mask_workspace = lay_out(*mask, kernel->info(), params, stream);
+    mask_workspace = lay_out(*mask, *kernel, params, stream);
   }
   const cudaError_t error = kernel->launch(params, stream);
   STD_TORCH_CHECK(error == cudaSuccess, backend, " failed to launch: ", cudaGetErrorName(error),

@@ -340,6 +340,7 @@ struct Consumer {
           exact_steps(true_type{});
         } else {
           exact_steps(false_type{});
+          softmax.settle_nan();
         }
         bool accumulate = step > 1;
         for (int left = count - step; left > 0; --left) {

@@ -71,8 +71,8 @@ CUTE_DEVICE void store_rows(Results const& to, int head, int first_row, Acc cons
   }
 }
 
-// Whether no element of a (rows, columns) view is inf or NaN, which times 0 is NaN. Rows whose factor
-// is NaN are NaN however they are computed, and are not asked.
+// Whether no element of a (rows, columns) view is inf or NaN, which times 0 is NaN. Rows whose
+// factor is NaN are NaN however they are computed, and are not asked.
 template <class Outputs, class Normaliser>
 CUTE_DEVICE bool all_finite(Outputs const& outputs, Normaliser const& normaliser) {
   bool finite = true;

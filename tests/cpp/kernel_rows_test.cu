@@ -298,7 +298,7 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   if (test.extras.mask) {
     params.mask = counts.carve(mask_workspace.data());
     CHECK_CUDA(lay_out_mask({MaskFormat::bools, mask.data(), test.kv_len}, params, info.tile_m,
-                            info.tile_n, params.mask, stream));
+                            info.tile_n, params.mask, /*programmatic=*/false, stream));
   }
   params.soft_cap = test.extras.soft_cap;
   params.has_alibi = test.extras.alibi != Alibi::none;

@@ -42,7 +42,8 @@ std::vector<uint8_t> lay_out(const MaskCase& test, const MaskSource& source, cud
   const DeviceArray<uint8_t> workspace(static_cast<int64_t>(result.size()));
   CHECK_CUDA(cudaMemsetAsync(workspace.data(), kPoison, result.size(), stream));
   CHECK_CUDA(prefill::lay_out_mask(source, params, test.tile_m, test.tile_n,
-                                   test.counts().carve(workspace.data()), stream));
+                                   test.counts().carve(workspace.data()), /*programmatic=*/false,
+                                   stream));
   CHECK_CUDA(cudaStreamSynchronize(stream));
   workspace.download(result.data());
   return result;
@@ -133,7 +134,8 @@ void run_huge(cudaStream_t stream) {
 
   const auto check = [&](const MaskSource& source, int first_key, const char* what) {
     CHECK_CUDA(cudaMemsetAsync(workspace.data(), kPoison, counts.workspace_bytes(), stream));
-    CHECK_CUDA(prefill::lay_out_mask(source, params, tile_m, tile_n, tiles, stream));
+    CHECK_CUDA(prefill::lay_out_mask(source, params, tile_m, tile_n, tiles, /*programmatic=*/false,
+                                     stream));
     CHECK_CUDA(cudaStreamSynchronize(stream));
     const int64_t class_bytes = counts.class_words() * sizeof(uint32_t);
     CHECK_CUDA(cudaMemcpy(mixed.data(), tiles.mixed, class_bytes, cudaMemcpyDeviceToHost));

@@ -275,7 +275,7 @@ void run_case(const Case& test, Random& random, cudaStream_t stream) {
   std::vector<uint8_t> result(bytes), again(bytes);
   for (std::vector<uint8_t>* target : {&result, &again}) {
     CHECK_CUDA(cudaMemsetAsync(workspace.data(), kPoison, bytes, stream));
-    CHECK_CUDA(prefill::prepare(pass, test.dtype, stream));
+    CHECK_CUDA(prefill::prepare(pass, test.dtype, /*programmatic=*/false, stream));
     CHECK_CUDA(cudaStreamSynchronize(stream));
     workspace.download(target->data());
   }
@@ -376,7 +376,7 @@ void run_huge(Random& random, cudaStream_t stream) {
   PreparePass pass = PreparePass::of(params, test.types, test.rope, test.tile_n);
   const DeviceArray<uint8_t> workspace(pass.workspace_bytes());
   pass.carve(workspace.data(), params);
-  CHECK_CUDA(prefill::prepare(pass, test.dtype, stream));
+  CHECK_CUDA(prefill::prepare(pass, test.dtype, /*programmatic=*/false, stream));
   CHECK_CUDA(cudaStreamSynchronize(stream));
   const int num_rows = kLength - pass.k.first_row;
   CHECK(num_rows >= kRows && num_rows < kRows + 64);
