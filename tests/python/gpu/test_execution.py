@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import normal
+from exactness import normal, same
 from prefill import explain, single_prefill_with_kv_cache, support
 
 HEADS, KV_HEADS, D = 8, 2, 128
@@ -31,10 +31,6 @@ def run(tensors: list[Tensor], backend: str, **kwargs: Any) -> Any:
     return single_prefill_with_kv_cache(
         *tensors, causal=True, return_lse=True, backend=backend, **kwargs
     )
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b.to(a.device)) for a, b in zip(one, other, strict=True))
 
 
 def test_every_backend_runs_on_hopper() -> None:
