@@ -11,7 +11,7 @@ import pytest
 
 from bench_cases import feature_cases, measured
 from prefill.__main__ import main
-from prefill.bench import plot
+from prefill.bench import contenders, plot
 
 RESULTS = sorted((Path(__file__).parents[2] / "docs/results").glob("*.json"))
 
@@ -97,6 +97,10 @@ def test_times_have_a_panel_of_their_own() -> None:
     assert rates.get_xlabel().startswith("TFLOP/s")
     assert times.get_xlabel().startswith("microseconds")
     assert [line.get_xdata()[0] for line in times.lines] == pytest.approx([10.0, 20.0])
+
+
+def test_every_contender_has_a_label() -> None:
+    assert {*contenders.available(), contenders.FlashInfer.name} == set(plot.LABELS)
 
 
 @pytest.mark.usefixtures("_matplotlib")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 import prefill
 from bench_cases import feature_cases, measured
 from prefill.bench import machine, report
+
+RESULTS = sorted((Path(__file__).parents[2] / "docs/results").glob("*.json"))
 
 
 def test_case_result() -> None:
@@ -122,3 +125,19 @@ def test_software() -> None:
     assert told["prefill"] == prefill.__version__
     assert told["commit"]
     assert told["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_tables_fit_the_terminal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts, which have every column once and each case in each."""
+    monkeypatch.setenv("COLUMNS", "80")
+    run = json.loads(path.read_text())
+    names = run["contenders"]
+    parts = report.result_table(run["cases"], names, "burst").split("\n\n")
+    lines = [part.splitlines() for part in parts]
+    assert max(len(line) for part in lines for line in part) <= 80
+    columns = [part[0].split() for part in lines]
+    assert [part[0] for part in columns] == ["case"] * len(parts)
+    whole = report.markdown_table(run["cases"], names, "burst").splitlines()
+    assert [name for part in columns for name in part[1:]] == whole[0].strip("| ").split(" | ")[1:]
+    assert all(len(part) == len(whole) for part in lines)

@@ -7,6 +7,7 @@ seconds per call with `tflops` of the median.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,10 +156,22 @@ def _cell(case: Mapping[str, Any], name: str, regime: str) -> str:
 
 
 def _aligned(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns, but for the first, are aligned right."""
-    widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+    """A table whose columns, but for the first, are aligned right.
 
-    def pad(row: Sequence[str]) -> list[str]:
-        return [row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]  # noqa: B905
+    Where that is wider than the terminal, the columns come in several tables, the first in each.
+    """
+    every = [headers, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(headers))]
+    room = shutil.get_terminal_size((100, 24)).columns - widths[0]
+    groups: list[list[int]] = [[]]
+    for column, width in enumerate(widths[1:], 1):
+        if groups[-1] and sum(widths[each] + 2 for each in groups[-1]) + width + 2 > room:
+            groups.append([])
+        groups[-1].append(column)
 
-    return table(pad(headers), [pad(row) for row in rows])
+    def part(row: Sequence[str], group: Sequence[int]) -> list[str]:
+        return [row[0], *(row[column].rjust(widths[column]) for column in group)]
+
+    return "\n\n".join(
+        table(part(headers, group), [part(row, group) for row in rows]) for group in groups
+    )
