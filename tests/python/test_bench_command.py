@@ -132,6 +132,13 @@ def test_tables_have_one_unit_each(
     assert "mask random" not in micro
 
 
+def test_options_of_measuring_beside_a_written_run(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--grid", "core", "--json", "x.json", "--quick", "--regime", "burst"]
+    assert main(["bench", "--from-json", "run.json", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("leave out --grid, --quick, --json, --regime\n")
+
+
 def test_what_no_run_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "no.json"
     assert main(["bench", "--from-json", os.fspath(path)]) == 2

@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None and (reason := plot.problem(options.plot)):
         return _refuse(reason)
     if options.from_json is not None:
+        if idle := _of_measuring(options):
+            return _refuse(f"--from-json measures nothing; leave out {', '.join(idle)}")
         return _show_written(options.from_json, options.plot)
     try:
         cases = _cases(options)
@@ -110,6 +112,16 @@ def run(options: argparse.Namespace) -> int:
     _print_tables(results, report.result_table)
     _draw(results, options.plot)
     return 1 if report.any_wrong(results["cases"]) else 0
+
+
+def _of_measuring(options: argparse.Namespace) -> list[str]:
+    """The options given that have an effect on what is measured alone."""
+    given = [
+        name
+        for name in ("grid", "lengths", "match", "dtype", "contenders", "quick", "host", "json")
+        if getattr(options, name)
+    ]
+    return [f"--{name}" for name in given] + ["--regime"] * (options.regime != "both")
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
