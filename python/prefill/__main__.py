@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,8 +15,8 @@ from prefill import bench, check, demo, explain_command, info
 from prefill._version import __version__
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of every command."""
     parser = argparse.ArgumentParser(prog="python -m prefill", description="Attention kernels.")
     parser.add_argument("--version", action="version", version=f"prefill {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -29,7 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tested.add_argument("--device", help="cuda (the default where there is one), cuda:1, cpu")
     told = commands.add_parser("explain", help="what a call would do, here or on another device")
     explain_command.add_arguments(told)
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    options = make_parser().parse_args(arguments)
     if options.command == "demo":
         return demo.run(options.device)
     if options.command == "bench":
@@ -44,4 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader went, as `head` does: no traceback here, nor at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

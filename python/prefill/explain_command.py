@@ -31,8 +31,8 @@ MAX_LENGTH, MAX_NUMBER = 1 << 31, 1 << 14
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The call's arguments as options; what is left out has the function's default."""
-    parser.add_argument("--qo-len", type=_length, required=True)
-    parser.add_argument("--kv-len", type=_length, required=True)
+    parser.add_argument("--qo-len", type=_length, required=True, help="query rows")
+    parser.add_argument("--kv-len", type=_length, required=True, help="keys")
     parser.add_argument(
         "--heads", type=_pair, default=(32, 8), help="query/key heads (default: 32/8)"
     )
@@ -42,16 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of q (bfloat16)")
     parser.add_argument("--kv-dtype", choices=DTYPES, help="of k and v (that of q)")
     parser.add_argument("--o-dtype", choices=O_DTYPES, help="of the output")
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--window-left", type=int, default=-1)
-    parser.add_argument("--mask", choices=("bool", "packed"), help="a custom mask")
-    parser.add_argument("--logits-soft-cap", type=float)
-    parser.add_argument("--pos-encoding-mode", choices=POS_ENCODING_MODES, default="NONE")
-    parser.add_argument("--sinks", action="store_true")
-    parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="NHD")
-    parser.add_argument("--use-fp16-qk-reduction", action="store_true")
-    parser.add_argument("--return-lse", action="store_true")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument("--causal", action="store_true", help="the last row at the last key")
+    parser.add_argument(
+        "--window-left", type=int, default=-1, help="keys before a row that it sees (-1: all)"
+    )
+    parser.add_argument("--mask", choices=("bool", "packed"), help="a custom mask, bool or of bits")
+    parser.add_argument("--logits-soft-cap", type=float, help="c of c * tanh(logit / c)")
+    parser.add_argument(
+        "--pos-encoding-mode", choices=POS_ENCODING_MODES, default="NONE", help="(NONE)"
+    )
+    parser.add_argument("--sinks", action="store_true", help="a logit per head that has no value")
+    parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="NHD", help="of k and v (NHD)")
+    parser.add_argument("--use-fp16-qk-reduction", action="store_true", help="float16 alone")
+    parser.add_argument("--return-lse", action="store_true", help="the log-sum-exp as well")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="insist on one (auto)")
     parser.add_argument(
         "--device",
         help=f"the device to pretend: {', '.join(DEVICES)}, sm_86, cpu; or one that is here, as "

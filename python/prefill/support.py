@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 from prefill.request import FP8_DTYPES
 
@@ -147,12 +148,16 @@ def load_native() -> NativeLibrary:
         try:
             torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         except OSError as error:
-            return NativeLibrary(
-                None,
-                f"the compiled kernels do not load with torch {torch.__version__}: {error}; the "
-                "package needs torch 2.10 or later: update torch or rebuild",
-            )
+            return NativeLibrary(None, _load_failure(error))
     return NativeLibrary(BuildInfo.from_json(namespace.build_info()))
+
+
+def _load_failure(error: OSError) -> str:
+    told = error.__cause__ or error  # torch's own error names the file alone
+    reason = f"the compiled kernels do not load with torch {torch.__version__}: {told}; "
+    if TorchVersion(torch.__version__) < TorchVersion("2.10"):
+        return reason + "the package needs torch 2.10 or later: update torch"
+    return reason + "build the package on this machine (docs/building.md)"
 
 
 _native = load_native()

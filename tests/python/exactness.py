@@ -42,6 +42,7 @@ any mistake (one key too many among 700 moves it by 2e-3).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -332,6 +333,11 @@ def inputs(
         normal(kv_len, heads[1], head_dims[0], dtype=k_dtype, seed=1),
         normal(kv_len, heads[1], head_dims[1], dtype=v_dtype, seed=2),
     )
+
+
+def same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether two results, (out, lse), have the same bits, on whatever devices."""
+    return all(torch.equal(a, b.to(a.device)) for a, b in zip(one, other, strict=True))
 
 
 def guarded(*shape: int, dtype: torch.dtype, rows: int = 16) -> tuple[Tensor, Tensor]:

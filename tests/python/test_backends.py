@@ -347,6 +347,12 @@ def test_unloadable_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     found = support.load_native()
     assert found.build is None
     assert "do not load with torch" in found.missing
+    assert "file too short" in found.missing  # the loader's own reason
+    assert found.missing.endswith("build the package on this machine (docs/building.md)")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    found = support.load_native()
+    assert "with torch 2.9.1+cu128: " in found.missing
+    assert found.missing.endswith("the package needs torch 2.10 or later: update torch")
 
 
 def test_explain_native(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
-"""The build's search for nvcc."""
+"""The build's search for nvcc, and what a source distribution holds."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -67,3 +71,35 @@ def test_one_minimum(prefill_build: ModuleType) -> None:
     match = re.search(r"VERSION_LESS (\d+)\.(\d+)\)", text)
     assert match is not None
     assert (int(match[1]), int(match[2])) == prefill_build.MINIMUM_NVCC
+
+
+BUILD_SDIST = """
+import sys
+sys.path.insert(0, "cmake")
+import prefill_build
+prefill_build.build_sdist(sys.argv[1])
+"""
+
+
+def test_source_distribution_is_what_git_has(tmp_path: Path) -> None:
+    """Not what else lies in a checkout: an environment, a library, caches."""
+    pytest.importorskip("scikit_build_core")
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip(f"no git checkout: {listed.stderr}")
+    tracked = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    strays = ["env/bin/activate", "python/prefill/_kernels.so", "tests/.pytest_cache/v/last"]
+    checkout = tmp_path / "checkout"
+    for name in (*tracked, *strays):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+    for name in tracked:
+        shutil.copy(ROOT / name, checkout / name)
+    for name in strays:
+        (checkout / name).write_text("stray")
+    subprocess.run([sys.executable, "-c", BUILD_SDIST, str(tmp_path)], cwd=checkout, check=True)
+    [archive] = tmp_path.glob("prefill-*.tar.gz")
+    with tarfile.open(archive) as members:
+        names = {name.partition("/")[2] for name in members.getnames()}
+    assert names == {*tracked, "PKG-INFO"}

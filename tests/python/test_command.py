@@ -44,6 +44,18 @@ def test_demo_says_what_is_wrong(
     assert "WRONG" in capsys.readouterr().out
 
 
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As `head` does: nothing on stderr."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "prefill", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"BrokenPipe" not in process.stderr.read()
+        assert process.wait() == 1
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

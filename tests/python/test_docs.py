@@ -6,11 +6,14 @@ The blocks of a page run one after another in one namespace, as a reader would p
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fake_flashinfer import fake_flashinfer
+from prefill.__main__ import make_parser
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -46,6 +49,34 @@ def test_links() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each `python -m prefill ...` with its page: lines of blocks, and backquotes in the text."""
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob(".github/*/*.yml")):
+        text = path.read_text()
+        found = re.findall(r"^(?: *label: )?(python -m prefill\b.*)$", text, re.MULTILINE)
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        found += (" ".join(span.split()) for span in re.findall(r"`(python -m[^`]+)`", prose))
+        yield from ((path.name, command) for command in found if "..." not in command)
+
+
+def refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command line has against a command; it runs nothing."""
+    words = shlex.split(command, comments=True)
+    assert words[:3] == ["python", "-m", "prefill"]
+    try:
+        make_parser().parse_args(words[3:])
+    except SystemExit as stopped:
+        said = capsys.readouterr().err
+        return said if stopped.code else ""  # `--version` ends it too
+    return ""
+
+
+def test_commands_are_taken_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    told = set(commands())
+    assert {"README.md", "getting_started.md", "performance.md"} <= {page for page, _ in told}
+    assert [each for each in told if refusal(each[1], capsys)] == []
 
 
 def sources() -> str:

@@ -1,8 +1,9 @@
-"""This package behind FlashInfer's names. FlashInfer is a module made here."""
+"""This package behind FlashInfer's names: a module made here, and FlashInfer's own if installed."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,3 +147,28 @@ def test_what_differs_is_refused() -> None:
         compat.single_prefill_with_kv_cache(q, k, v, backend="fa3")
     with pytest.raises(ValueError, match="would have no effect"):
         compat.single_prefill_with_kv_cache(q, k, v, rope_theta=1e4)
+
+
+def test_with_flashinfers_own_package() -> None:
+    """One order, one set of defaults; a call in FlashInfer's words goes through."""
+    flashinfer = pytest.importorskip("flashinfer")
+    theirs = inspect.signature(flashinfer.single_prefill_with_kv_cache).parameters
+    ours = inspect.signature(prefill.single_prefill_with_kv_cache).parameters
+    shared = [
+        name for name, each in ours.items() if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    newer = list(theirs)[len(shared) :]
+    assert list(theirs) == [*shared, *newer]
+    assert newer == ["kv_cache_sf", "k_scale", "v_scale"][: len(newer)]
+    assert all(theirs[name].default == ours[name].default for name in shared)
+    q, k, v = make_qkv(5, 9, (4, 2), 16)
+    before = functions(flashinfer)
+    with compat.install():
+        in_order = {name: each.default for name, each in theirs.items()} | {"causal": True}
+        out = flashinfer.single_prefill_with_kv_cache(q, k, v, *list(in_order.values())[3:])
+        with_lse = flashinfer.prefill.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True)
+    assert functions(flashinfer) == before
+    expected = prefill.single_prefill_with_kv_cache_return_lse(q, k, v, causal=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(with_lse[0], expected[0])
+    assert torch.equal(with_lse[1], expected[1])

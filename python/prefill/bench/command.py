@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from prefill.bench import machine, report, timing
+from prefill.bench import machine, plot, report, timing
 from prefill.bench.cases import GRIDS, Case, expand, length_text, parse_lengths, select
 from prefill.bench.contenders import Contender, available
 from prefill.bench.host import host_times
@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--host", action="store_true", help="host time of an eager call")
     parser.add_argument("--json", metavar="PATH", type=Path, help="write all figures")
-    parser.add_argument("--plot", metavar="PATH", type=Path, help="draw them (needs matplotlib)")
+    parser.add_argument(
+        "--plot",
+        metavar="PATH",
+        type=Path,
+        help="draw them, as .png, .svg or .pdf (needs matplotlib)",
+    )
     parser.add_argument(
         "--from-json",
         metavar="PATH",
@@ -51,9 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure what the options say. 0; 1 if a contender's result is wrong; 2 if nothing can run."""
-    if options.plot is not None and report.require_matplotlib():
-        return _refuse(report.require_matplotlib())
+    for option, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and not path.parent.is_dir():
+            return _refuse(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if options.plot is not None and (reason := plot.problem(options.plot)):
+        return _refuse(reason)
     if options.from_json is not None:
+        if idle := _of_measuring(options):
+            return _refuse(f"--from-json measures nothing; leave out {', '.join(idle)}")
         return _show_written(options.from_json, options.plot)
     try:
         cases = _cases(options)
@@ -100,9 +110,18 @@ def run(options: argparse.Namespace) -> int:
     results["nvidia_smi"]["end"] = machine.nvidia_smi(device)
     _write(results, began, options.json)
     _print_tables(results, report.result_table)
-    if options.plot is not None and cases:
-        report.plot(results["cases"], list(contenders), options.plot, _headline(results))
+    _draw(results, options.plot)
     return 1 if report.any_wrong(results["cases"]) else 0
+
+
+def _of_measuring(options: argparse.Namespace) -> list[str]:
+    """The options given that have an effect on what is measured alone."""
+    given = [
+        name
+        for name in ("grid", "lengths", "match", "dtype", "contenders", "quick", "host", "json")
+        if getattr(options, name)
+    ]
+    return [f"--{name}" for name in given] + ["--regime"] * (options.regime != "both")
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -160,7 +179,7 @@ def _headline(results: dict[str, Any]) -> str:
     )
 
 
-def _show_written(path: Path, plot: Path | None) -> int:
+def _show_written(path: Path, picture: Path | None) -> int:
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -169,9 +188,15 @@ def _show_written(path: Path, plot: Path | None) -> int:
         return _refuse(f"{path} is not what --json of this version writes")
     print(_headline(results))
     _print_tables(results, report.markdown_table)
-    if plot is not None and results["cases"]:
-        report.plot(results["cases"], results["contenders"], plot, _headline(results))
+    _draw(results, picture)
     return 1 if report.any_wrong(results["cases"]) else 0
+
+
+def _draw(results: dict[str, Any], path: Path | None) -> None:
+    if path is not None and not plot.plot(
+        results["cases"], results["contenders"], path, _headline(results)
+    ):
+        print(f"--plot {path}: not written, as there are no figures", file=sys.stderr)
 
 
 def _print_tables(results: dict[str, Any], table: Callable[..., str]) -> None:

@@ -1,4 +1,4 @@
-"""What is printed and written: the JSON's parts, plain-text tables, a plot.
+"""What is printed and written: the JSON's parts, plain-text tables.
 
 A case's `results` map a contender to {"refused": why}, {"wrong": how} or, by regime, statistics in
 seconds per call with `tflops` of the median.
@@ -7,11 +7,11 @@ seconds per call with `tflops` of the median.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from prefill.bench.cases import Case, length_text
+from prefill.bench.cases import Case
 from prefill.bench.contenders import OURS, RATIOS
 from prefill.bench.timing import Samples, statistics
 from prefill.text import table
@@ -144,80 +144,6 @@ def host_table(host: Mapping[str, Any]) -> str:
     return _aligned(["us per call", "median", "quartile", "quartile"], rows)
 
 
-def require_matplotlib() -> str:
-    """Why no plot can be made; "" if one can."""
-    try:
-        import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-    except ImportError:
-        return "--plot needs matplotlib, which is not installed: pip install 'prefill[bench]'"
-    return ""
-
-
-def plot(cases: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path, title: str) -> None:
-    """A row of panels per regime: TFLOP/s over length for each kind of case.
-
-    Cases that have baselines are not a series of lengths: they are bars, in one panel per regime.
-    """
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    regimes = sorted({regime for case in cases for regime in case["ratios"]})
-    if not regimes:
-        return
-    figure = Figure(layout="constrained")
-    figure.suptitle(title)
-    if any(case.get("baseline") for case in cases):
-        _plot_bars(figure, cases, names, regimes)
-    else:
-        _plot_lengths(figure, cases, names, regimes)
-    figure.savefig(path)
-
-
-def _plot_lengths(
-    figure: Any, cases: Sequence[Mapping[str, Any]], names: Sequence[str], regimes: Sequence[str]
-) -> None:
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for case in cases:
-        dims = f"d{case['head_dim_qk']}/{case['head_dim_vo']}"
-        heads = f"{case['num_qo_heads']}/{case['num_kv_heads']} heads"
-        kinds.setdefault(f"{case['dtype']} {heads} {dims} {case['variant']}", []).append(case)
-    figure.set_size_inches(4.5 * len(kinds), 3.8 * len(regimes))
-    panels = figure.subplots(len(regimes), len(kinds), squeeze=False, sharey=True)
-    for line, regime in zip(panels, regimes, strict=True):
-        for panel, (kind, members) in zip(line, kinds.items(), strict=True):
-            for name in names:
-                ran = [case for case in members if regime in case["results"].get(name, {})]
-                speeds = [case["results"][name][regime]["tflops"] for case in ran]
-                lengths = [case["kv_len"] for case in ran]
-                panel.plot(lengths, speeds, marker="o", label=name)
-            lengths = sorted({case["kv_len"] for case in members})
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(lengths, [length_text(length) for length in lengths])
-            panel.set_title(f"{kind}, {regime}")
-            panel.set_ylim(bottom=0)
-            panel.grid(alpha=0.3)
-        line[0].set_ylabel("TFLOP/s")
-        line[0].legend()
-
-
-def _plot_bars(
-    figure: Any, cases: Sequence[Mapping[str, Any]], names: Sequence[str], regimes: Sequence[str]
-) -> None:
-    figure.set_size_inches(6.0 * len(regimes), 1.0 + 0.12 * len(cases) * (len(names) + 1))
-    panels = figure.subplots(1, len(regimes), squeeze=False, sharey=True)[0]
-    height = 1.0 / (len(names) + 1)
-    for panel, regime in zip(panels, regimes, strict=True):
-        for number, name in enumerate(names):
-            ran = [i for i, case in enumerate(cases) if regime in case["results"].get(name, {})]
-            speeds = [cases[i]["results"][name][regime]["tflops"] for i in ran]
-            panel.barh([i + number * height for i in ran], speeds, height, label=name)
-        panel.set_title(f"TFLOP/s of the visible pairs, {regime}")
-        panel.grid(axis="x", alpha=0.3)
-    middle = (len(names) - 1) / 2 * height
-    panels[0].set_yticks([i + middle for i in range(len(cases))], [case["name"] for case in cases])
-    panels[0].invert_yaxis()
-    panels[0].legend()
-
-
 def _cell(case: Mapping[str, Any], name: str, regime: str) -> str:
     result = case["results"].get(name, {})
     if "wrong" in result:
@@ -230,10 +156,22 @@ def _cell(case: Mapping[str, Any], name: str, regime: str) -> str:
 
 
 def _aligned(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns, but for the first, are aligned right."""
-    widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+    """A table whose columns, but for the first, are aligned right.
 
-    def pad(row: Sequence[str]) -> list[str]:
-        return [row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]  # noqa: B905
+    Where that is wider than the terminal, the columns come in several tables, the first in each.
+    """
+    every = [headers, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(headers))]
+    room = shutil.get_terminal_size((100, 24)).columns - widths[0]
+    groups: list[list[int]] = [[]]
+    for column, width in enumerate(widths[1:], 1):
+        if groups[-1] and sum(widths[each] + 2 for each in groups[-1]) + width + 2 > room:
+            groups.append([])
+        groups[-1].append(column)
 
-    return table(pad(headers), [pad(row) for row in rows])
+    def part(row: Sequence[str], group: Sequence[int]) -> list[str]:
+        return [row[0], *(row[column].rjust(widths[column]) for column in group)]
+
+    return "\n\n".join(
+        table(part(headers, group), [part(row, group) for row in rows]) for group in groups
+    )

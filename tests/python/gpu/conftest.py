@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,11 @@ def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ops, "reference_attention", lambda request: pytest.fail("the reference was called")
     )
+
+
+@pytest.fixture
+def integration_on_kernels(request: pytest.FixtureRequest, kernels_only: None) -> Iterator[None]:
+    """For tests of an integration, whose module has its `register`: "auto" again afterwards."""
+    with torch.no_grad():
+        yield
+    request.module.register()

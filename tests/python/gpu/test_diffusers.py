@@ -8,7 +8,7 @@ which TF32 holds.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,17 +18,11 @@ pytest.importorskip("diffusers", "0.42")
 from prefill.integrations.diffusers import register
 from video_models import MODELS, Made, assert_as_good_as_torch, ready
 
+pytestmark = pytest.mark.usefixtures("integration_on_kernels")
 DEVICE = "cuda"
 VIDEO = (3, 16, 14)
 DTYPES = (torch.bfloat16, torch.float16)
 Make = Callable[[tuple[int, int, int]], Made]
-
-
-@pytest.fixture(autouse=True)
-def _on_kernels(kernels_only: None) -> Iterator[None]:
-    with torch.no_grad():
-        yield
-    register()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

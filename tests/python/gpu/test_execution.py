@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import normal
+from exactness import normal, same
 from prefill import explain, single_prefill_with_kv_cache, support
 
 HEADS, KV_HEADS, D = 8, 2, 128
@@ -31,10 +31,6 @@ def run(tensors: list[Tensor], backend: str, **kwargs: Any) -> Any:
     return single_prefill_with_kv_cache(
         *tensors, causal=True, return_lse=True, backend=backend, **kwargs
     )
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b.to(a.device)) for a, b in zip(one, other, strict=True))
 
 
 def test_every_backend_runs_on_hopper() -> None:
@@ -227,6 +223,21 @@ def test_compiled(backend: str, compiler: str) -> None:
     compiled = torch.compile(block, fullgraph=True, backend=compiler)
     for one, other in zip(compiled(*tensors), block(*tensors), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_reduce_overhead(backend: str) -> None:
+    """The compiler captures the call into a CUDA graph of its own, and replays it on other data."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(
+        lambda *tensors: run(list(tensors), backend), fullgraph=True, mode="reduce-overhead"
+    )
+    for seed in range(5):  # warms up, records, replays
+        tensors = inputs(seed=seed)
+        expected = run(tensors, backend)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same(compiled(*tensors), expected)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
 def test_compiled_graph_copes_with_any_address(backend: str) -> None:

@@ -11,16 +11,13 @@ from torch import Tensor
 
 from cases import per_head, random_mask
 from exactness import LOG2_E, Ledger, expect, guarded, inputs, normal, visible
-from prefill import explain, packbits, single_prefill_with_kv_cache
+from prefill import explain, packbits
+from prefill import single_prefill_with_kv_cache_return_lse as run
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Head dims of each class: whole, and below the class.
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 56), (96, 72), (136, 8), (200, 216)]
 LENGTHS = ((1, 1), (1, 333), (65, 77), (130, 261), (300, 90), (129, 1003), (513, 520))
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-    return single_prefill_with_kv_cache(q, k, v, return_lse=True, **kwargs)
 
 
 def compare(ledger: Ledger, label: str, backend: str, *tensors: Tensor, **arguments: Any) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import exactness
 from cases import BFLOAT16, E4M3, E5M2, FLOAT16, PLAIN, Case, check
-from exactness import Ledger, expect, normal
+from exactness import Ledger, expect, normal, same
 from layouts import COPIED, IN_PLACE, amid_nan, relaid
-from prefill import explain, quantize_per_head, single_prefill_with_kv_cache
+from prefill import explain, quantize_per_head
+from prefill import single_prefill_with_kv_cache_return_lse as run
 from prefill.support import kernel_dtype
 from split_cases import split_attention
 
@@ -36,10 +37,6 @@ def name_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-    return single_prefill_with_kv_cache(q, k, v, return_lse=True, **kwargs)
-
-
 def inputs(
     qo_len: int,
     kv_len: int,
@@ -48,10 +45,6 @@ def inputs(
     heads: tuple[int, int] = (4, 2),
 ) -> tuple[Tensor, Tensor, Tensor]:
     return exactness.inputs(qo_len, kv_len, head_dims, dtypes[0], heads, dtypes[1:])
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("o_dtype", ["default", "other 16 bits", "float32"])

@@ -11,17 +11,14 @@ from torch import Tensor
 import exactness
 from cases import random_mask
 from exactness import Ledger, expect, guarded
-from prefill import explain, single_prefill_with_kv_cache
+from prefill import explain
+from prefill import single_prefill_with_kv_cache_return_lse as run
 
 DTYPES = (torch.float16, torch.bfloat16)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = [(E4M3, E4M3), (E5M2, E5M2), (E4M3, E5M2)]
 HEAD_DIMS = [(64, 64), (72, 40), (80, 96), (128, 128), (192, 128), (200, 216), (256, 256), (136, 8)]
 LENGTHS = ((1, 1), (1, 333), (65, 77), (130, 261), (300, 90), (129, 1003))
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-    return single_prefill_with_kv_cache(q, k, v, return_lse=True, **kwargs)
 
 
 def inputs(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from exactness import Ledger, expect, guarded, normal, poisoned
 from layouts import COPIED, IN_PLACE, relaid
-from prefill import explain, single_prefill_with_kv_cache
+from prefill import explain
+from prefill import single_prefill_with_kv_cache_return_lse as run
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = [
@@ -37,10 +38,6 @@ HEAD_DIMS = [
     (8, 256),
     (256, 256),
 ]
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-    return single_prefill_with_kv_cache(q, k, v, return_lse=True, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

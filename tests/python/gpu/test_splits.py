@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cases import check, per_head, random_mask
-from exactness import LOG2_E, Ledger, expect, guarded, inputs, poisoned
+from exactness import LOG2_E, Ledger, expect, guarded, inputs, poisoned, same
 from prefill import explain, packbits
 from prefill.info import NATIVE_BACKENDS
 from split_cases import NUM_SPLITS, SplitCase, split_attention, split_cases
@@ -34,10 +34,6 @@ def run(tensors: tuple[Tensor, ...], backend: str, num_splits: int, **kwargs: An
     return split_attention(
         q, k, v, backend=backend, num_splits=num_splits, return_lse=True, **kwargs
     )
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize(("backend", "each"), CASES, indirect=["backend"])

@@ -6,7 +6,7 @@ is off by. The sequences are longer than there, so that kernels have several til
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,17 +30,11 @@ from language_models import (
 )
 from prefill.integrations.transformers import register
 
+pytestmark = pytest.mark.usefixtures("integration_on_kernels")
 DEVICE = "cuda"
 LENGTH = 200
 DTYPES = (torch.bfloat16, torch.float16)
 Model = Callable[[], Any]
-
-
-@pytest.fixture(autouse=True)
-def _on_kernels(kernels_only: None) -> Iterator[None]:
-    with torch.no_grad():
-        yield
-    register()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from exactness import LOG2_E, Ledger, expect, normal, visible
-from prefill import single_prefill_with_kv_cache
+from prefill import single_prefill_with_kv_cache_return_lse as run
 from prefill.data import load_real_activations
 
 DTYPES = (torch.float16, torch.bfloat16)
-
-
-def run(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
-    return single_prefill_with_kv_cache(q, k, v, return_lse=True, **kwargs)
 
 
 def inputs(
