@@ -303,7 +303,7 @@ def main(given: list[str]) -> int:
     tally = fuzz(args)
     summary = {
         "seed": args.seed,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": "cpu" if args.device == "cpu" else torch.cuda.get_device_name(args.device),
         "torch": torch.__version__,
         "seconds": round(time.monotonic() - start, 1),
         **tally.as_json(),
