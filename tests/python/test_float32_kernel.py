@@ -9,7 +9,7 @@ from torch import Tensor
 from combinations import Seeded
 from fakes import StubKernel, pretend
 from float32_kernel import Float32Kernel
-from fuzz_cases import fuzz_case
+from fuzz_cases import FuzzCase, fuzz_case, fuzzed
 from fuzz_check import outcome
 
 
@@ -22,6 +22,54 @@ def failures(kind: type[StubKernel], monkeypatch: pytest.MonkeyPatch, cases: int
         if result.is_failure:
             found.append(f"{result}: {case}")
     return found
+
+
+E4M3 = (torch.float8_e4m3fn,) * 3
+LUCK = [
+    fuzzed(
+        dtypes=E4M3,
+        qo_len=70,
+        kv_len=65,
+        window_left=7,
+        soft_cap=30.0,
+        position="RoPE, scaled",
+        sm_scale=-0.2,
+        k_scale="float",
+        v_scale="element",
+        kv_heads=1,
+        stray=("v", "-inf", 0.8265717342702991),
+    ),
+    fuzzed(
+        dtypes=E4M3,
+        head_dims=(16, 200),
+        group=8,
+        qo_len=27,
+        kv_len=21,
+        mask="causal",
+        position="RoPE, scaled",
+        scale_k="float",
+        k_scale="element",
+        v_scale="float",
+        o_dtype="other 16 bits",
+        kv_heads=3,
+        stray=("v", "inf", 0.9128714742547137),
+    ),
+]
+"""Of e4m3, whose infinity is 448: the errors of one channel are those of a few weights."""
+
+
+@pytest.mark.parametrize("case", LUCK)
+def test_a_value_that_dwarfs_the_others(case: FuzzCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its channel is held to its own bounds, so that a fault there is seen."""
+    pretend(monkeypatch, kind=Float32Kernel)
+    assert outcome(case, "cpu").kind == "passed"
+    pretend(monkeypatch, kind=WeightsOfFewBits)
+    assert "beyond 16-bit arithmetic" in outcome(case, "cpu").text
+
+
+class WeightsOfFewBits(Float32Kernel):
+    def rounded(self, weights: Tensor, half: torch.dtype) -> Tensor:
+        return weights.to(torch.float8_e4m3fn).float()
 
 
 class CoarseTanh(Float32Kernel):
