@@ -27,7 +27,9 @@ error is therefore no less than what 2^-24 moves. (Without a bias equal scores s
 A soft cap costs kernels more: their tanh is fitted. Up to 0.635 of the cap it is right to 2^-16.2
 of itself, above to 2^-18.5 (`tanh_of`, `SmallCap` in csrc/common/logits.cuh, with the rounding of
 every step and the 2^-23 that PTX allows rcp.approx). A capped logit may be off by 15 % more than
-that, for what errors of weights have beside their linear part. The reference has no such allowance.
+that, for what errors of weights have beside their linear part. From logits of some 30 on that is
+more than weights of float16 are off by: twice the plain error is no less than what it moves. The
+reference has no such allowances.
 
 Weights that float32 flushes count 2^-126 each: all of a row may be such with a sink, and those that
 meet no zero in v without. An output below 2^-126 is subnormal: in bfloat16 it rounds by 2^-134.
@@ -322,6 +324,7 @@ def expect(
             size * torch.where(size < 0.64 * logits_soft_cap, *CAP_ERRORS)
         )
         worst, lse_moved = worst + moved_out, lse_moved + moved_lse
+        plain_error = torch.fmax(plain_error, moved_out / 2)
     return Expected(out, lse, plain_error, worst, lse_moved, max(o_unit, unit / 2))
 
 

@@ -82,23 +82,22 @@ class Float32Kernel(StubKernel):
             if alibi:
                 slopes = alibi_rule(heads) if alibi_slopes is None else alibi_slopes
                 scores = scores + slopes[:, None, None] * distance
-        scale = scale * LOG2_E
-        # The largest logit is of the largest score, or of the least where the scale is negative.
-        turned = torch.where(scale < 0, -scores, scores).masked_fill(~seen, -math.inf)
-        largest = turned.amax(-1, keepdim=True)
+        factor, multiplier = factor_and_multiplier(scale)
+        scores = (scores * factor).masked_fill(~seen, -math.inf)
+        largest = scores.amax(-1, keepdim=True)
         empty = largest == -math.inf
         largest = largest.masked_fill(empty, 0.0)
-        weights = torch.exp2((turned - largest) * scale.abs()).masked_fill(~seen, 0.0)
+        weights = torch.exp2((scores - largest) * multiplier).masked_fill(~seen, 0.0)
         weights = weights.masked_fill((weights < LEAST_NORMAL), 0.0)
         total = weights.sum(-1, keepdim=True)
-        largest = largest * scale.abs()
+        largest = largest * multiplier
         if sinks is not None:
             sink = sinks.float()[:, None, None] * LOG2_E
             highest = torch.maximum(largest.masked_fill(empty, -math.inf), sink)
             highest = highest.masked_fill(highest == -math.inf, 0.0)
-            factor = torch.exp2(largest - highest).masked_fill(empty, 0.0)
-            total = total * factor + torch.exp2(sink - highest)
-            result = self.rounded(weights, half) @ by_head(v) * factor / total
+            share = torch.exp2(largest - highest).masked_fill(empty, 0.0)
+            total = total * share + torch.exp2(sink - highest)
+            result = self.rounded(weights, half) @ by_head(v) * share / total
             empty_lse, largest = total == 0, highest
         else:
             result = self.rounded(weights, half) @ by_head(v) / total
@@ -111,6 +110,14 @@ class Float32Kernel(StubKernel):
 
     def rounded(self, weights: Tensor, half: torch.dtype) -> Tensor:
         return weights.to(half).float()
+
+
+def factor_and_multiplier(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What scores are multiplied by before the mask, and after the maximum: that is above 0."""
+    largest = torch.finfo(torch.float32).max
+    apart = (scale == 0) | ~scale.isfinite()
+    factor = torch.where(apart, scale, torch.where(scale < 0, -1.0, 1.0))
+    return factor, (scale.abs() * LOG2_E).clamp(max=largest).masked_fill(apart, 1.0)
 
 
 def fitted_tanh(x: Tensor, share: float) -> Tensor:

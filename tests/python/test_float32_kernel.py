@@ -67,6 +67,34 @@ def test_a_value_that_dwarfs_the_others(case: FuzzCase, monkeypatch: pytest.Monk
     assert "beyond 16-bit arithmetic" in outcome(case, "cpu").text
 
 
+HARD = {
+    "a scale of 0 and an infinite key": fuzzed(
+        qo_len=2, kv_len=1, sm_scale=0.0, kv_heads=1, stray=("k", "-inf", 0.75)
+    ),
+    "capped logits of 90, float32": fuzzed(
+        head_dims=(80, 80),
+        group=3,
+        qo_len=408,
+        kv_len=671,
+        dtypes=(torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fn),
+        mask="packed",
+        mask_share=1.0,
+        soft_cap=92.63574440348478,
+        position="ALiBi, slopes",
+        sm_scale=-2.247589738975437,
+        scale_k="per head",
+        o_dtype="float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_cases_that_once_failed_for_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, kind=Float32Kernel)
+    result = outcome(HARD[name], "cpu")
+    assert result.kind == "passed", result.text
+
+
 class WeightsOfFewBits(Float32Kernel):
     def rounded(self, weights: Tensor, half: torch.dtype) -> Tensor:
         return weights.to(torch.float8_e4m3fn).float()
