@@ -2,7 +2,7 @@
 
 Products, logits, softmax and sums in float32; weights relative to the largest score, in powers of
 two, flushed below 2^-126 and rounded to 16 bits for the product with v; a tanh as far off as
-the fitted one may be. So what fails with it would fail on a GPU for no fault.
+the fitted one may be. So what fails with it may fail on a GPU for no fault.
 """
 
 from __future__ import annotations
