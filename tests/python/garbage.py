@@ -122,7 +122,7 @@ TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "results at one address": lambda q: q.new_zeros(1).expand(q.shape),
     "freed": lambda q: _storage_cut(q, 0),
     "freed value per head": lambda q: _storage_cut(torch.ones(q.shape[1], device=q.device), 0),
-    "cut short": lambda q: _storage_cut(q, q.nbytes - q.element_size()),
+    "cut short": lambda q: _storage_cut(q, max(0, q.nbytes - q.element_size())),
     "wants a gradient": lambda q: q.float().detach().requires_grad_(),
 }
 
