@@ -1,7 +1,21 @@
 # prefill_compile_options(<target>): language level, warnings and symbol visibility for all of our
-# targets. Also: ccache where present, and as many compile jobs as memory allows.
+# targets. Also: ccache where it works, and as many compile jobs as memory allows.
 
 find_program(PREFILL_CCACHE ccache)
+# It fails where it cannot write its cache: in a home that is read-only.
+if(PREFILL_CCACHE)
+  set(prefill_trial ${PROJECT_BINARY_DIR}/generated/ccache_trial)
+  file(WRITE ${prefill_trial}.cpp "int main() {}\n")
+  execute_process(
+    COMMAND ${PREFILL_CCACHE} ${CMAKE_CXX_COMPILER} -c ${prefill_trial}.cpp -o ${prefill_trial}.o
+    RESULT_VARIABLE prefill_ccache_result
+    OUTPUT_VARIABLE prefill_ccache_said ERROR_VARIABLE prefill_ccache_said)
+  if(NOT prefill_ccache_result EQUAL 0)
+    string(STRIP "${prefill_ccache_said}" prefill_ccache_said)
+    message(STATUS "prefill: ccache is left out, as it does not work: ${prefill_ccache_said}")
+    set(PREFILL_CCACHE PREFILL_CCACHE-NOTFOUND)
+  endif()
+endif()
 foreach(language CXX CUDA)
   if(PREFILL_CCACHE AND NOT CMAKE_${language}_COMPILER_LAUNCHER)
     # Paths below the source tree count as relative: another checkout hits the same entries.

@@ -20,11 +20,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 ConfigSettings = dict[str, Any] | None
+
+ROOT = Path(__file__).resolve().parents[1]
 
 SCIKIT_BUILD_CORE = "scikit-build-core>=1.1.2,<2"
 KERNEL_REQUIRES = ["torch>=2.10", "nvidia-cutlass==4.2.0.0"]
@@ -170,6 +174,38 @@ def settings_for_build(config_settings: ConfigSettings) -> tuple[dict[str, Any],
     )
 
 
+def uses_cmake(settings: dict[str, Any]) -> bool:
+    return settings.get("wheel.cmake") != "false"
+
+
+@contextmanager
+def build_folder_alone() -> Iterator[None]:
+    """Let one build at a time into the source tree's build folder, unlike CMake and Ninja.
+
+    The system frees the lock when the process that holds it ends, in whatever way.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    folder = ROOT / "build"
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError:  # a tree that is read-only, whose build folder is elsewhere
+        yield
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"prefill: waiting for another build in {folder}"
+            print(message, file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def get_requires_for_build_wheel(config_settings: ConfigSettings = None) -> list[str]:
     from scikit_build_core import build
 
@@ -216,7 +252,8 @@ def build_wheel(
 
     settings, message = settings_for_build(config_settings)
     print(message, file=sys.stderr, flush=True)
-    return build.build_wheel(wheel_directory, settings, metadata_directory)
+    with build_folder_alone() if uses_cmake(settings) else nullcontext():
+        return build.build_wheel(wheel_directory, settings, metadata_directory)
 
 
 def build_editable(
@@ -228,7 +265,8 @@ def build_editable(
 
     settings, message = settings_for_build(config_settings)
     print(message, file=sys.stderr, flush=True)
-    return build.build_editable(wheel_directory, settings, metadata_directory)
+    with build_folder_alone() if uses_cmake(settings) else nullcontext():
+        return build.build_editable(wheel_directory, settings, metadata_directory)
 
 
 def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) -> str:

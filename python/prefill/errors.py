@@ -24,7 +24,9 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _kind(value: object) -> str:
-    """A value and its type, cut short: it may be a long list."""
+    """A value and its type, cut short: it may be a long list. A tensor's values are not read."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {_shape(value)} and dtype {value.dtype}"
     text = " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} of type {type(value).__name__}"
 
@@ -44,6 +46,14 @@ def not_strided(*named: tuple[str, Tensor]) -> TypeError:
     )
 
 
+def memory_is_gone(name: str, value: Tensor, needed: int) -> ValueError:
+    return ValueError(
+        f"{name} of shape {_shape(value)} needs a storage of {needed} bytes, and its own has "
+        f"{value.untyped_storage().nbytes()}: it was freed or made smaller, as FSDP does with "
+        "sharded parameters. Make the call while the storage is there, or pass a copy."
+    )
+
+
 def unknown_word(name: str, value: object, allowed: Sequence[str]) -> TypeError | ValueError:
     words = ", ".join(repr(word) for word in allowed)
     if not isinstance(value, str):
@@ -54,8 +64,9 @@ def unknown_word(name: str, value: object, allowed: Sequence[str]) -> TypeError 
 
 
 def bad_lse_base(value: object) -> ValueError:
+    given = _kind(value) if isinstance(value, Tensor) else repr(value)
     return ValueError(
-        f"lse_base={value!r} is unknown; expected '2' (the default, as FlashInfer returns it) or "
+        f"lse_base={given} is unknown; expected '2' (the default, as FlashInfer returns it) or "
         "'e' (natural logarithm, as torch.logsumexp)."
     )
 

@@ -167,6 +167,9 @@ def make_request(
         raise errors.not_a_tensor(("q", q), ("k", k), ("v", v))
     if not (q.layout is k.layout is v.layout is torch.strided):
         raise errors.not_strided(("q", q), ("k", k), ("v", v))
+    _check_memory("q", q)
+    _check_memory("k", k)
+    _check_memory("v", v)
     # isinstance first: an array compares element by element and has no truth.
     if not isinstance(kv_layout, str) or kv_layout not in KV_LAYOUTS:
         raise errors.unknown_word("kv_layout", kv_layout, KV_LAYOUTS)
@@ -326,6 +329,23 @@ def make_request(
     )
 
 
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """The storage may have been freed or cut under a tensor, as sharded training does it.
+
+    Kernels would read there. Subclasses, and what a compiler traces, have no memory to look at.
+    """
+    if type(tensor) is not Tensor or torch.compiler.is_compiling():
+        return
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            count += (size - 1) * stride
+    needed = int(tensor.storage_offset() + count) * tensor.element_size() if count else 0
+    if needed > tensor.untyped_storage().nbytes():
+        raise errors.memory_is_gone(name, tensor, needed)
+
+
 def _check_mixed_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
     fp8_kv = k in FP8_DTYPES and v in FP8_DTYPES
     if not (fp8_kv and (q in HALF_DTYPES or q in FP8_DTYPES)):
@@ -377,6 +397,7 @@ def _check_mask(mask: Any, qo_len: int, kv_len: int, device: torch.device) -> No
         raise errors.bad_mask_shape(mask, qo_len, kv_len)
     if mask.device != device:
         raise errors.wrong_device(("custom_mask", mask), device=device)
+    _check_memory("custom_mask", mask)
 
 
 def _check_packed_mask(mask: Any, qo_len: int, kv_len: int, device: torch.device) -> None:
@@ -388,6 +409,7 @@ def _check_packed_mask(mask: Any, qo_len: int, kv_len: int, device: torch.device
         raise errors.bad_packed_mask_shape(mask, qo_len, kv_len)
     if mask.device != device:
         raise errors.wrong_device(("packed_custom_mask", mask), device=device)
+    _check_memory("packed_custom_mask", mask)
 
 
 def _check_float32(name: str, value: Any, device: torch.device) -> None:
@@ -399,6 +421,7 @@ def _check_float32(name: str, value: Any, device: torch.device) -> None:
         raise errors.wrong_device((name, value), device=device)
     if value.requires_grad and torch.is_grad_enabled():
         raise errors.forward_only(name)
+    _check_memory(name, value)
 
 
 def _check_per_head(name: str, value: Any, heads: int, what: str, device: torch.device) -> None:
@@ -443,6 +466,7 @@ def _check_result(
         raise errors.wrong_device((name, value), device=device)
     if value.requires_grad and torch.is_grad_enabled():
         raise errors.forward_only(name)
+    _check_memory(name, value)
     if not value.is_contiguous() and _may_overlap_itself(value):
         raise errors.result_overlaps_itself(name, value)
 

@@ -303,18 +303,20 @@ def main(given: list[str]) -> int:
     args = parser.parse_args(given)
     natural = ["reference"] if args.device == "cpu" else ["fa3", "fa2"]
     summary: dict[str, Any] = {"torch": torch.__version__, "device": args.device, "cases": []}
-    if torch.cuda.is_available():
-        summary["device"] = torch.cuda.get_device_name()
-    for backend in args.backend or natural:
-        for name in args.case or CASES:
+    if args.device != "cpu":
+        summary["device"] = torch.cuda.get_device_name(args.device)
+    backends, cases = args.backend or natural, args.case or list(CASES)
+    for backend in backends:
+        for name in cases:
             start = time.monotonic()
             compared, wrong = figures(CASES[name], backend, args.device)
             seconds = round(time.monotonic() - start, 1)
             row = {"backend": backend, "case": name, "seconds": seconds, "figures": compared}
             summary["cases"].append(row | {"wrong": wrong})
             print(json.dumps(summary["cases"][-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(summary, indent=2) + "\n")
+            summary["missing"] = len(backends) * len(cases) - len(summary["cases"])
+            if args.json:  # what is done is kept if the run is stopped
+                args.json.write_text(json.dumps(summary, indent=2) + "\n")
     return 1 if any(row["wrong"] for row in summary["cases"]) else 0
 
 

@@ -179,10 +179,10 @@ def _dispatch(*args: Any) -> None:
     _current(*args)
 
 
-def stub_kernel() -> StubKernel:
+def stub_kernel(kind: type[StubKernel] = StubKernel) -> StubKernel:
     """Put a fresh stub behind `prefill::attention`; the registration stays for the process."""
     global _current
-    _current = StubKernel()
+    _current = kind()
     if not _libraries:
         fragment: Any = torch.library.Library("prefill", "FRAGMENT")  # type: ignore[no-untyped-call]
         if not hasattr(torch.ops.prefill, "attention"):
@@ -211,6 +211,7 @@ def pretend(
     monkeypatch: pytest.MonkeyPatch,
     device: DeviceInfo | None = None,
     native: NativeLibrary | None = None,
+    kind: type[StubKernel] = StubKernel,
 ) -> StubKernel:
     """Take CPU tensors for tensors on `device`, and the full build for the one that is loaded."""
     chosen = cuda(9, 0) if device is None else device
@@ -221,4 +222,4 @@ def pretend(
 
     monkeypatch.setattr(support, "device_info", device_info)
     pretend_build(monkeypatch, native)
-    return stub_kernel()
+    return stub_kernel(kind)

@@ -6,8 +6,8 @@ Case n of seed S is the same on every machine. Cases run in worker processes: on
 hangs is a failure of the case that it ran, and another takes over behind it. Failures are made
 smaller and printed as one line for a shell. Exits with 1 if there are any.
 
-With `--device cpu` the kernels are a stand-in, so that validation, the resolver, the path to the op
-and the reference are what is driven.
+With `--device cpu` the kernels are a stand-in that rounds as they do (`float32_kernel.py`): what is
+driven is validation, the resolver, the path to the op, the reference, and what the check allows.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ START_S = 300
 def pretend_gpu() -> None:
     """Let CPU tensors pass for those of a Hopper GPU with the full build, for this process."""
     from fakes import pretend
+    from float32_kernel import Float32Kernel
 
-    pretend(pytest.MonkeyPatch())
+    pretend(pytest.MonkeyPatch(), kind=Float32Kernel)
 
 
 def numbered(seed: int, number: int, backends: tuple[str, ...], device: str) -> FuzzCase:
@@ -303,7 +304,7 @@ def main(given: list[str]) -> int:
     tally = fuzz(args)
     summary = {
         "seed": args.seed,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": "cpu" if args.device == "cpu" else torch.cuda.get_device_name(args.device),
         "torch": torch.__version__,
         "seconds": round(time.monotonic() - start, 1),
         **tally.as_json(),

@@ -297,4 +297,5 @@ def _judge_stray(
         ledger.none("NaN or infinity in LSE", (lse.isnan() | (lse == math.inf)) != unknown)
         shown_lse = lse.masked_fill(unknown, math.nan)
         right = replace(right, lse=expected.lse.masked_fill(unknown, math.nan))
-    ledger.result("result beside the stray", shown, shown_lse, right)
+    # What e4m3 makes of infinity is its largest number, beside which others are small.
+    ledger.result("result beside the stray", shown, shown_lse, right, few=may)

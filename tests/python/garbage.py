@@ -41,6 +41,13 @@ def _without_room(x: Tensor) -> Tensor:
     return x.new_zeros(1).expand(x.numel()).view(-1)
 
 
+def _storage_cut(x: Tensor, size: int) -> Tensor:
+    """A tensor whose storage has become that many bytes."""
+    x = x.clone()
+    x.untyped_storage().resize_(size)
+    return x
+
+
 PLAIN: dict[str, Any] = {
     "None": None,
     "True": True,
@@ -113,6 +120,9 @@ TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "many bytes": lambda q: torch.zeros(1 << 16, dtype=torch.uint8, device=q.device),
     "elements at one address": lambda q: _without_room(q.float()),
     "results at one address": lambda q: q.new_zeros(1).expand(q.shape),
+    "freed": lambda q: _storage_cut(q, 0),
+    "freed value per head": lambda q: _storage_cut(torch.ones(q.shape[1], device=q.device), 0),
+    "cut short": lambda q: _storage_cut(q, max(0, q.nbytes - q.element_size())),
     "wants a gradient": lambda q: q.float().detach().requires_grad_(),
 }
 

@@ -1,12 +1,13 @@
 """The calls that `scripts/sanitize` runs under compute-sanitizer: every kernel, every pass, small.
 
-    python tests/python/sanitizer_set.py [--check]
+    python tests/python/sanitizer_set.py [--check | --fuzz CALLS]
 
 Each row of the kernel table meets each of `VARIANTS` and tensors of float8, which between them take
 both of its score variants, all masks, sinks, rotation, widening of k and v alone and of all three,
 splitting, merging into every output dtype and packed heads, in tiles that are full, ragged and
 alone. Tensors are allocations of their own, without fences: the sanitizer sees what is read beside
-them. `--check` holds the results against float64 instead.
+them. `--check` holds the results against float64 instead. `--fuzz` makes random calls of
+`fuzz_cases.py`, also malformed ones, in place of the set.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from cases import BFLOAT16, E4M3, E5M2, make_call, make_tensors, placed
-from fuzz_cases import FuzzCase, fuzzed
+from combinations import Seeded
+from fuzz_cases import FuzzCase, fuzz_case, fuzzed
 from fuzz_check import outcome, synchronize
+from garbage import DOCUMENTED, garbage
 from prefill import single_prefill_with_kv_cache, support
 from prefill.support import Kernel
 from split_cases import split_attention
@@ -106,7 +110,14 @@ def cases_of(kernel: Kernel) -> Iterator[tuple[str, FuzzCase]]:
     yield "float8, narrow heads, rotated", replace(float8, position="RoPE", head_dims=ragged)
 
 
+def random_cases(count: int, seed: int, backends: tuple[str, ...]) -> Iterator[FuzzCase]:
+    """Small ones: a sanitizer is slow."""
+    for number in range(count):
+        yield fuzz_case(Seeded(seed * 1_000_003 + number), backends, longest=600, scores=200_000)
+
+
 def launch(case: FuzzCase, device: str) -> None:
+    """Make the call; what a malformed one raises is of no interest here."""
     tensors = make_tensors(case, device)
     call = make_call(case, device, tensors)
     q, k, v = (
@@ -116,7 +127,13 @@ def launch(case: FuzzCase, device: str) -> None:
     attention: Any = single_prefill_with_kv_cache
     if case.num_splits:
         attention = partial(split_attention, num_splits=case.num_splits)
-    attention(q, k, v, backend=case.backend, **call.arguments)
+    arguments = {"q": q, "k": k, "v": v, "backend": case.backend} | call.arguments
+    if case.broken is None:
+        attention(**arguments)
+    else:
+        name, word = case.broken
+        with suppress(*DOCUMENTED):
+            single_prefill_with_kv_cache(**arguments | {name: garbage(word, q)})
     synchronize(device)
 
 
@@ -127,20 +144,31 @@ def main(given: list[str]) -> int:
     parser.add_argument("--backend", help="one backend's kernels; default: all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--check", action="store_true", help="compare the results with float64")
+    parser.add_argument("--fuzz", type=int, metavar="CALLS", help="random calls instead")
+    parser.add_argument("--seed", type=int, default=1, help="of these")
     args = parser.parse_args(given)
     build = support.native().build
     assert build is not None, support.native().missing
-    calls, rows, wrong = 0, [], []
-    for kernel in build.kernels:
-        if args.backend in (None, kernel.backend):
-            rows.append(kernel.name)
-            for name, case in cases_of(kernel):
-                calls += 1
-                if not args.check:
-                    launch(case, args.device)
-                elif (found := outcome(case, args.device)).kind != "passed":
-                    wrong.append(f"{kernel.name}, {name}: {found.kind}: {found.text}")
-    print(json.dumps({"kernels": rows, "calls": calls, "wrong": wrong}), flush=True)
+    kernels = [kernel for kernel in build.kernels if args.backend in (None, kernel.backend)]
+    if args.fuzz:
+        backends = tuple(dict.fromkeys(kernel.backend for kernel in kernels))
+        cases = [("random", case) for case in random_cases(args.fuzz, args.seed, backends)]
+    else:
+        cases = [(f"{row.name}, {name}", case) for row in kernels for name, case in cases_of(row)]
+    wrong = []
+    for name, case in cases:
+        if not args.check:
+            launch(case, args.device)
+        elif (found := outcome(case, args.device)).kind != "passed":
+            wrong.append(f"{name}: {found.kind}: {found.text}")
+    told = {
+        "kernels": [kernel.name for kernel in kernels],
+        "calls": len(cases),
+        "wrong": wrong,
+        "device": "cpu" if args.device == "cpu" else torch.cuda.get_device_name(args.device),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(told), flush=True)
     return 1 if wrong else 0
 
 

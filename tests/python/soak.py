@@ -409,14 +409,15 @@ def main(given: list[str]) -> int:
     args = parser.parse_args(given)
     natural = ["reference"] if args.device == "cpu" else ["fa3", "fa2"]
     summary: dict[str, Any] = {"torch": torch.__version__, "device": args.device, "checks": []}
-    if torch.cuda.is_available():
-        summary["device"] = torch.cuda.get_device_name()
+    if args.device != "cpu":
+        summary["device"] = torch.cuda.get_device_name(args.device)
     failed = False
-    for backend in args.backend or natural:
+    backends, checks = args.backend or natural, args.check or list(CHECKS)
+    for backend in backends:
         numbers = (args.seconds, args.repeats, args.threads, args.streams)
         setting = Setting(backend, args.device, *numbers)
         setting.make_calls()
-        for name in args.check or CHECKS:
+        for name in checks:
             start = time.monotonic()
             finding = CHECKS[name](setting)
             failed |= bool(finding.wrong)
@@ -430,8 +431,9 @@ def main(given: list[str]) -> int:
             }
             summary["checks"].append(row)
             print(json.dumps(row), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(summary, indent=2) + "\n")
+            summary["missing"] = len(backends) * len(checks) - len(summary["checks"])
+            if args.json:  # what is done is kept if the run is stopped
+                args.json.write_text(json.dumps(summary, indent=2) + "\n")
     return 1 if failed else 0
 
 

@@ -270,6 +270,12 @@ def test_undefined_symbols() -> None:
     assert not [name for name in torch_symbols if not TORCH_STABLE.fullmatch(name)]
 
 
+def test_the_device_of_the_tensors_becomes_the_current_one() -> None:
+    """Torch's guard is asked for, and given back: what runs on a second GPU needs both."""
+    _, undefined = symbols()
+    assert {"aoti_torch_create_device_guard", "aoti_torch_delete_device_guard"} <= set(undefined)
+
+
 def test_torch_symbols_are_in_the_oldest_torch() -> None:
     """What torch 2.10 exports, whatever torch the library was built with."""
     lines = OLDEST_TORCH.read_text().splitlines()

@@ -1,23 +1,27 @@
-"""scripts/sanitize and scripts/nightly: which compute-sanitizer, and which answers are failures.
+"""scripts/sanitize: which compute-sanitizer, which runs, and which answers are failures.
 
 The GPU, the interpreter and the sanitizer are stand-ins; the sanitizer prints what it is told to.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from stand_ins import ROOT, checkout, program, run_script
+
 COPY = "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>(int)+0x150"
 OURS = "void prefill::combine_rows<float>(prefill::Merge)+0x90"
 OF_OURS = "void at::native::direct_copy_kernel_cuda<prefill::Merge>(int)+0x20"
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor>(int)+0x40"
-CALLS = '{"kernels": ["fa3_float16_128x128"], "calls": 9, "wrong": []}'
+CALLS = (
+    '{"kernels": ["fa3_float16_128x128"], "calls": 9, "wrong": [], '
+    '"device": "H200", "torch": "2.13"}'
+)
 
 
 def log(*places: str, counted: int | None = None, calls: str = CALLS) -> str:
@@ -31,60 +35,47 @@ def log(*places: str, counted: int | None = None, calls: str = CALLS) -> str:
     return f"{calls}\n{''.join(reports)}========= ERROR SUMMARY: {errors} errors\n"
 
 
-def program(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
-    """A checkout with the scripts alone, and stand-ins on PATH."""
-    copied = tmp_path / "root/scripts"
-    copied.mkdir(parents=True)
-    for name in ("environment.sh", "sanitize"):
-        shutil.copy(ROOT / "scripts" / name, copied)
-    (tmp_path / "root/a.whl").touch()
-    program(tmp_path / "bin/nvidia-smi", 'echo "GPU 0: a stand-in"')
-    program(tmp_path / "bin/python", "true")
-    return copied
+    answer = f"echo '{CALLS}'"
+    return checkout(tmp_path, f'case "$1" in *sanitizer_set.py) {answer} ;; esac')
 
 
-def sanitize(scripts: Path, tool: str, fa2: str, fa3: str, code: int = 9) -> tuple[int, str]:
+def sanitize(scripts: Path, run: str, fa2: str, fa3: str, code: int = 9) -> tuple[int, str]:
     """The script's exit status and output where the sanitizer prints `fa2` for fa2, else `fa3`."""
     home = scripts.parents[1]
     texts = {"fa2": fa2, "fa3": fa3}
     for name, text in texts.items():
         (home / name).write_text(text)
     answer = f"""
+echo "$*" >>{home}/asked
 text={home}/fa3
 case "$*" in *"--backend fa2"*) text={home}/fa2 ;; esac
 cat "$text"
-grep -q "ERROR SUMMARY: 0 errors" "$text" || exit {code}
+grep -q "SUMMARY: 0 " "$text" || exit {code}
 """
-    done = subprocess.run(
-        [str(scripts / "sanitize"), str(scripts.parent / "a.whl"), tool],
-        env={
-            "PATH": f"{home}/bin:{os.environ['PATH']}",
-            "PYTHON": str(home / "bin/python"),
-            "COMPUTE_SANITIZER": str(program(home / "sanitizer", answer)),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+    sanitizer = str(program(home / "sanitizer", answer))
+    wheel = str(next(scripts.parent.glob("dist/*.whl")))
+    return run_script(
+        scripts / "sanitize", wheel, *run.split(), home=home, COMPUTE_SANITIZER=sanitizer
     )
-    return done.returncode, done.stdout + done.stderr
+
+
+def summary(scripts: Path, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((scripts.parent / f"build/sanitize/{run}.json").read_text())
+    return found
 
 
 def test_initcheck_without_reports(scripts: Path) -> None:
     status, said = sanitize(scripts, "initcheck", log(), log())
     assert status == 0, said
-    assert "initcheck-fa2: clean, " in said
-    assert "initcheck-fa3: clean, " in said
+    for run in ("initcheck-fa2", "initcheck-fa3"):
+        assert f"{run}: clean; 1 kernels, 9 calls, 0 reports, " in said
+        told = summary(scripts, run)
+        assert (told["run"], told["device"], told["torch"]) == (run, "H200", "2.13")
+        assert (told["kernels"], told["calls"], told["reports"], told["failed"]) == (1, 9, 0, "")
     assert {path.name for path in scripts.parent.glob("build/sanitize/*")} == {
-        "initcheck-fa2.log",
-        "initcheck-fa3.log",
+        f"initcheck-{backend}.{kind}" for backend in ("fa2", "fa3") for kind in ("log", "json")
     }
 
 
@@ -92,7 +83,8 @@ def test_torchs_copies_of_what_tma_wrote_are_no_failure_and_are_told(scripts: Pa
     status, said = sanitize(scripts, "initcheck", log(), log(COPY, COPY, COPY))
     assert status == 0, said
     assert "initcheck-fa3: clean, but for torch's copies" in said
-    assert "ERROR SUMMARY: 3 errors" in said
+    told = summary(scripts, "initcheck-fa3")
+    assert (told["reports"], told["copies"], told["failed"]) == (3, 3, "")
 
 
 @pytest.mark.parametrize(
@@ -113,15 +105,64 @@ def test_other_reports_of_initcheck_are_failures(
 ) -> None:
     status, said = sanitize(scripts, "initcheck", fa2, fa3, code)
     assert status == 1
-    assert f"initcheck-{failed}: FAILED ({code})" in said
+    assert f"initcheck-{failed}: FAILED: " in said
+    assert summary(scripts, f"initcheck-{failed}")["failed"]
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-def test_any_report_of_another_tool_is_a_failure(scripts: Path, tool: str) -> None:
-    assert sanitize(scripts, tool, "", log())[0] == 0
-    status, said = sanitize(scripts, tool, "", log(COPY))
+RACES = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)"
+
+
+@pytest.mark.parametrize("run", ["memcheck", "memcheck-fuzz", "synccheck", "racecheck"])
+def test_any_report_of_another_tool_is_a_failure(scripts: Path, run: str) -> None:
+    def said_of(reports: int) -> str:
+        if run == "racecheck":
+            return f"{CALLS}\n{RACES.format(reports, reports)}\n"
+        return log(*[COPY] * reports)
+
+    assert sanitize(scripts, run, "", said_of(0))[0] == 0
+    assert summary(scripts, run)["failed"] == ""
+    status, said = sanitize(scripts, run, "", said_of(3))
     assert status == 1
-    assert f"{tool}: FAILED (9)" in said
+    assert f"{run}: FAILED: 3 reports, exit status 9" in said
+    assert summary(scripts, run)["reports"] == 3
+
+
+def test_a_run_that_was_cut_short_is_a_failure(scripts: Path) -> None:
+    """Whatever the exit status: no calls, or no count."""
+    for text in (log(calls="Killed"), f"{CALLS}\n"):
+        status, said = sanitize(scripts, "memcheck", "", text + "\nSUMMARY: 0 ")
+        assert status == 1
+        assert "memcheck: FAILED: it ended with 0 " in said
+
+
+def test_wrong_results_of_the_set_are_a_failure(scripts: Path) -> None:
+    assert sanitize(scripts, "float64", "", "")[0] == 0
+    wrong = CALLS.replace('"wrong": []', '"wrong": ["fa3_float16_128x128, causal: wrong"]')
+    python = scripts.parents[1] / "bin/python"
+    failing = python.read_text().replace(f"'{CALLS}'", f"'{wrong}'; exit 1")
+    python.write_text(failing)
+    status, said = sanitize(scripts, "float64", "", "")
+    assert status == 1
+    assert "float64: FAILED: fa3_float16_128x128, causal: wrong" in said
+    assert not (scripts.parents[1] / "asked").exists()  # no sanitizer
+
+
+def test_what_each_run_asks_for(scripts: Path) -> None:
+    assert sanitize(scripts, "", log(), log())[0] == 0
+    asked = (scripts.parents[1] / "asked").read_text().splitlines()
+    tools = [words.split()[1] for words in asked]
+    assert tools == ["memcheck", "memcheck", "racecheck", "synccheck", "initcheck", "initcheck"]
+    assert all("--error-exitcode 9" in words for words in asked)
+    assert [("--padding 32" in words) for words in asked] == [True] * 2 + [False] * 4
+    assert asked[1].endswith("sanitizer_set.py --fuzz 400 --seed 1")
+    assert asked[4].endswith("--backend fa2")
+    assert asked[5].endswith("--backend fa3")
+
+
+def test_an_unknown_run_is_named(scripts: Path) -> None:
+    status, said = sanitize(scripts, "memchekc", "", log())
+    assert status == 2
+    assert "unknown run 'memchekc'; allowed: initcheck float64 memcheck" in said
 
 
 def test_where_compute_sanitizer_is_looked_for(scripts: Path, tmp_path: Path) -> None:

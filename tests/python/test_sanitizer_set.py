@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import sanitizer_set
 from fakes import CLASSES, DTYPES, StubKernel, library, pretend
 from fuzz_check import outcome
+from garbage import WORDS
 from prefill import support
 from prefill.support import kernel_dtype
 from sanitizer_set import VARIANTS, cases_of, launch
@@ -112,3 +114,44 @@ def test_a_wrong_result_is_told(
         "fa3_float16_64x64, everything",
         "fa3_float16_64x64, split, everything",
     ]
+
+
+def test_random_calls(
+    stub: StubKernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every backend; malformed ones end before a kernel, or are legal; the same ones again."""
+    launched: list[Any] = []
+
+    def keep(case: Any, device: str) -> None:
+        launched.append(case)
+        launch(case, device)
+
+    monkeypatch.setattr(sanitizer_set, "launch", keep)
+    assert sanitizer_set.main(["--device=cpu", "--fuzz=60", "--seed=3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["calls"], told["wrong"], told["device"]) == (60, [], "cpu")
+    assert told["kernels"] == list(ROWS)
+    assert {case.backend for case in launched} == {"fa2", "fa3"}
+    broken = [case for case in launched if case.broken is not None]
+    assert broken
+    assert len(stub.calls) >= 0.8 * (len(launched) - len(broken))  # others have no rows
+    first = [repr(case) for case in launched]
+    launched.clear()
+    assert sanitizer_set.main(["--device=cpu", "--fuzz=60", "--seed=3", "--backend=fa3"]) == 0
+    assert {case.backend for case in launched} == {"fa3"}
+    assert sanitizer_set.main(["--device=cpu", "--fuzz=60", "--seed=3"]) == 0
+    assert [repr(case) for case in launched[60:]] == first
+
+
+def test_another_error_of_a_malformed_call_is_not_caught(
+    stub: StubKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(self: StubKernel, *_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(StubKernel, "__call__", crash)
+    # Legal, and so it reaches the kernel.
+    case = replace(next(iter(cases_of(ROWS["fa3_float16_64x64"])))[1], broken=("causal", "True"))
+    assert "True" in WORDS
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        launch(case, "cpu")

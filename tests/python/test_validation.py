@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import prefill
+from garbage import garbage
 from prefill.request import make_request
 
 QO, KV, HQ, HK, DQK, DVO = 5, 9, 8, 2, 64, 32
@@ -80,7 +81,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "pos mode tensor": (
         {"pos_encoding_mode": torch.ones(2)},
         TypeError,
-        ["pos_encoding_mode is tensor", "'ALIBI'"],
+        ["pos_encoding_mode is a tensor of shape (2,)", "'ALIBI'"],
     ),
     "backend array": ({"backend": np.ones(2)}, TypeError, ["backend is array", "'fa2'"]),
     "o_dtype array": ({"o_dtype": np.ones(2)}, TypeError, ["o_dtype is array"]),
@@ -336,6 +337,27 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["scale_v is on meta"],
     ),
     "out elsewhere": ({"out": half(QO, HQ, DVO).to(META)}, ValueError, ["out is on meta"]),
+    # memory
+    "k freed": (
+        {"k": garbage("freed", half(KV, HK, DQK)), "kv_layout": "NHD"},
+        ValueError,
+        ["k of shape", f"needs a storage of {KV * HK * DQK * 2} bytes", "its own has 0", "a copy"],
+    ),
+    "out cut short": (
+        {"out": garbage("cut short", half(QO, HQ, DVO))},
+        ValueError,
+        ["out of shape", "FSDP"],
+    ),
+    "mask cut short": (
+        {"custom_mask": garbage("cut short", torch.ones(QO, KV, dtype=torch.bool))},
+        ValueError,
+        ["custom_mask of shape", f"its own has {QO * KV - 1}"],
+    ),
+    "sinks freed": (
+        {"sinks": garbage("freed", torch.ones(HQ))},
+        ValueError,
+        ["sinks of shape"],
+    ),
     # gradients
     "q grad": (
         {"q": half(QO, HQ, DQK).requires_grad_()},

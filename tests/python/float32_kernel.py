@@ -1,0 +1,143 @@
+"""A stand-in that rounds where kernels do, for tests of what `exactness` allows.
+
+Products, logits, softmax and sums in float32; weights relative to the largest score, in powers of
+two, flushed below 2^-126 and rounded to 16 bits for the product with v; a tanh as far off as
+the fitted one may be. So what fails with it may fail on a GPU for no fault.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from exactness import CAP_ERRORS, LOG2_E
+from fakes import StubKernel
+from prefill.request import FP8_DTYPES
+from prefill.rope import alibi_slopes as alibi_rule
+from prefill.rope import apply_llama_rope
+
+LEAST_NORMAL = 2.0**-126
+
+
+class Float32Kernel(StubKernel):
+    """`prefill::attention` as a kernel computes it; keeps no calls."""
+
+    tanh_error = 0.85
+    """Of what a fitted tanh may be off by."""
+
+    def __call__(
+        self,
+        backend: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        scale_q: Tensor | None,
+        scale_k: Tensor | None,
+        scale_v: Tensor | None,
+        mask: Tensor | None,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        window_left: int,
+        window_right: int,
+        alibi: bool,
+        rope: bool,
+        rope_scale: float,
+        rope_theta: float,
+        soft_cap: float,
+        sm_scale: float,
+        v_scale: float,
+        lse_scale: float,
+        num_splits: int,
+    ) -> None:
+        if rope:
+            q, k = (
+                apply_llama_rope(x, first, rope_scale, rope_theta, q.dtype)
+                for x, first in ((q, k.shape[0] - q.shape[0]), (k, 0))
+            )
+        half = q.dtype
+        if half in FP8_DTYPES:
+            half = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float16
+        heads, group = q.shape[1], q.shape[1] // k.shape[1]
+
+        def per_head(scale: Tensor | None, repeats: int) -> Tensor:
+            ones = torch.ones(heads // repeats)
+            return (ones if scale is None else scale).repeat_interleave(repeats)[:, None, None]
+
+        def by_head(x: Tensor) -> Tensor:
+            return x.float().transpose(0, 1).repeat_interleave(heads // x.shape[1], 0)
+
+        distance = torch.arange(k.shape[0]) - torch.arange(q.shape[0])[:, None]
+        distance = distance - (k.shape[0] - q.shape[0])
+        seen = visible(distance, window_left, window_right, mask)
+        scores = by_head(q) @ by_head(k).mT
+        scale = (sm_scale * per_head(scale_q, 1) * per_head(scale_k, group)).float()
+        if alibi or soft_cap > 0.0:
+            scores, scale = scores * scale, torch.ones(heads, 1, 1)
+            if soft_cap > 0.0:
+                scores = fitted_tanh(scores / soft_cap, self.tanh_error) * soft_cap
+            if alibi:
+                slopes = alibi_rule(heads) if alibi_slopes is None else alibi_slopes
+                scores = scores + slopes[:, None, None] * distance
+        factor, multiplier = factor_and_multiplier(scale)
+        scores = (scores * factor).masked_fill(~seen, -math.inf)
+        largest = scores.amax(-1, keepdim=True)
+        empty = largest == -math.inf
+        largest = largest.masked_fill(empty, 0.0)
+        weights = torch.exp2((scores - largest) * multiplier).masked_fill(~seen, 0.0)
+        weights = weights.masked_fill((weights < LEAST_NORMAL), 0.0)
+        total = weights.sum(-1, keepdim=True)
+        largest = largest * multiplier
+        if sinks is not None:
+            sink = sinks.float()[:, None, None] * LOG2_E
+            highest = torch.maximum(largest.masked_fill(empty, -math.inf), sink)
+            highest = highest.masked_fill(highest == -math.inf, 0.0)
+            share = torch.exp2(largest - highest).masked_fill(empty, 0.0)
+            total = total * share + torch.exp2(sink - highest)
+            result = self.rounded(weights, half) @ by_head(v) * share / total
+            empty_lse, largest = total == 0, highest
+        else:
+            result = self.rounded(weights, half) @ by_head(v) / total
+            empty_lse = empty
+        result = (result * per_head(scale_v, group) * v_scale).masked_fill(empty, 0.0)
+        out.copy_(result.transpose(0, 1))
+        if lse is not None:
+            base_2 = (largest + torch.log2(total)).masked_fill(empty_lse, -math.inf)
+            lse.copy_((base_2 * lse_scale)[..., 0].t())
+
+    def rounded(self, weights: Tensor, half: torch.dtype) -> Tensor:
+        return weights.to(half).float()
+
+
+def factor_and_multiplier(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What scores are multiplied by before the mask, and after the maximum: that is above 0."""
+    largest = torch.finfo(torch.float32).max
+    apart = (scale == 0) | ~scale.isfinite()
+    factor = torch.where(apart, scale, torch.where(scale < 0, -1.0, 1.0))
+    return factor, (scale.abs() * LOG2_E).clamp(max=largest).masked_fill(apart, 1.0)
+
+
+def fitted_tanh(x: Tensor, share: float) -> Tensor:
+    """Off by that share of what may be, one way or the other by the last bit of x."""
+    bit = x.contiguous().view(torch.int32) & 1
+    size = torch.tanh(x)
+    error = torch.where(size.abs() < 0.64, *(share * error for error in CAP_ERRORS))
+    return size * (1 + error * (2 * bit - 1))
+
+
+def visible(distance: Tensor, window_left: int, window_right: int, mask: Tensor | None) -> Tensor:
+    """Bool [qo_len, kv_len], of keys that are so far to the right of their rows."""
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if window_left >= 0:
+        seen &= distance >= -window_left
+    if window_right >= 0:
+        seen &= distance <= window_right
+    if mask is None:
+        return seen
+    if mask.dtype == torch.bool:
+        return seen & mask
+    bit = torch.arange(distance.numel())
+    return seen & ((mask[bit // 8] >> (bit % 8)) & 1).bool().view(distance.shape)
