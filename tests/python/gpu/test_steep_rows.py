@@ -456,6 +456,9 @@ def test_short_rows_do_not_depend_on_the_rows_beside_them(
         after[0][rows] = math.nan
     others = torch.ones(qo_len, dtype=torch.bool, device="cuda")
     others[rows] = False
+    if backend == "fa3" and mode == "causal" and math.isfinite(hot[dtype]):
+        # These have anchors: where weights leave their range, a warpgroup's rows are done again.
+        others = others & ~torch.isin(torch.arange(qo_len, device="cuda") // 64, rows // 64)
     ledger = Ledger()
     results = [
         run(ledger, backend, "", tensors, sm_scale=LN_2, **MODES[mode])
