@@ -57,10 +57,17 @@ struct RowTileMask {
     return bits;
   }
 
-  PREFILL_HOST_DEVICE int count(const uint32_t* words) const {
-    int count = 0;
-    for (int word = first_word(); word < end_word(); ++word) count += count_bits(bits(words, word));
-    return count;
+  struct Counts {
+    int mixed, full;
+  };
+  PREFILL_HOST_DEVICE Counts counts() const {
+    Counts counts{0, 0};
+    for (int word = first_word(); word < end_word(); ++word) {
+      const uint32_t of_mixed = bits(mixed, word), of_full = bits(full, word);  // one wait for both
+      counts.mixed += count_bits(of_mixed);
+      counts.full += count_bits(of_full);
+    }
+    return counts;
   }
 
   PREFILL_HOST_DEVICE bool is_mixed(int tile) const { return mixed[tile / 32] >> tile % 32 & 1; }

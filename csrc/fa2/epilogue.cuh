@@ -49,8 +49,7 @@ CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillP
   asm volatile("" : "+r"(block));
   const WorkTile work = schedule.tile(block);
   const int part = schedule.part_of_all(block), first_row = work.m_tile * Traits::kM;
-  const float sink =
-      Traits::kIsGeneral && work.is_whole() ? sink_logit(params, work.head) : -INFINITY;
+  const float sink = work.is_whole() ? sink_logit(params, work.head) : -INFINITY;
   Tensor out_rows = row_column_view(out);
   Normaliser<Traits::Softmax::kRows>(softmax, Traits::kWithCare, sink,
                                      value_scale(params, work.kv_head))

@@ -34,9 +34,9 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
 
 template <DType kDType, class Dims>
 cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
-  return scores_of(params) == Scores::General
-             ? launch_kernel<kDType, Dims, Scores::General>(params, stream)
-             : launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
+  return scores_of(params) == Scores::Plain
+             ? launch_kernel<kDType, Dims, Scores::Plain>(params, stream)
+             : launch_kernel<kDType, Dims, Scores::General>(params, stream);
 }
 
 }  // namespace prefill::fa2

@@ -101,23 +101,24 @@ struct Consumer {
   CUTE_DEVICE Place place() const {
     using TileShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
     typename Traits::MmaQk mma;
-    const int this_thread = Traits::kIsGeneral ? new_thread() : thread;
+    const int this_thread = Traits::kTakesMasks ? new_thread() : thread;
     const auto origin = element_coordinates<TileShape>(mma, this_thread)(_0{}, _0{});
     return {static_cast<int>(get<0>(origin)), static_cast<int>(get<1>(origin)),
             element_offsets<TileShape>(mma)};
   }
 
   CUTE_DEVICE int kv_tile(int step) const {
-    if constexpr (Traits::kIsGeneral)
+    if constexpr (Traits::kTakesMasks)
       return smem.kv_tiles[progress.steps() % (2 * Traits::kStages)];
     return rows().order.tile(step);
   }
 
-  // Makes of a step's scores what the softmax takes.
+  // Makes of a step's scores what the softmax takes; plain kernels do where they mask.
   template <class Scores>
   CUTE_DEVICE void transform(Scores& scores, int step) const {
     if (rows().transform.is_idle()) return;
     const LogitTransform transform = rows().transform;
+    if constexpr (!Traits::kTransforms) return scale_scores(scores, transform.gain);
     const Place at = place();
     transform_scores(scores, at.offsets, transform, mask, rows().first_row + at.row,
                      kv_tile(step) * Traits::kN + at.column);
@@ -126,12 +127,10 @@ struct Consumer {
   template <class Scores>
   CUTE_DEVICE void mask_scores(Scores& scores, int step) const {
     if (step >= rows().order.num_masked) return;
-    if constexpr (!Traits::kIsGeneral) {
-      if (!rows().transform.is_idle()) scale_scores(scores, rows().transform.gain);
-    }
+    if constexpr (!Traits::kTakesMasks) transform(scores, step);
     const Place at = place();
     const int tile = kv_tile(step);
-    if (Traits::kIsGeneral && afresh(params).mask.mixed != nullptr) {
+    if (Traits::kTakesMasks && afresh(params).mask.mixed != nullptr) {
       apply_bits(scores, at.offsets, afresh(params).mask, rows().first_row + at.row, tile);
     } else {
       const int first_token = params.rows.first_token(rows().first_row);
@@ -144,7 +143,7 @@ struct Consumer {
 
   template <class Scores>
   CUTE_DEVICE void anchored_step(Softmax& softmax, Scores& scores, int step) const {
-    if constexpr (Traits::kIsGeneral) {
+    if constexpr (Traits::kTransforms) {
       const LogitTransform transform = rows().transform;
       const Place at = place();
       transform_and_weigh(softmax, scores, at.offsets, transform, mask, rows().first_row + at.row,
@@ -167,17 +166,16 @@ struct Consumer {
   // output by. That is infinite where weights have left their range.
   CUTE_DEVICE RowNormaliser finish(RowTile const& rows, Softmax& softmax) const {
     softmax.finish();
-    const float sink = Traits::kIsGeneral ? rows.sink : -INFINITY;
     const auto coordinates =
         element_coordinates<OutputShape>(typename Traits::MmaPv{}, new_thread());
     if (rows.part < 0) {
-      store_lse(smem.results, softmax, rows.is_careful, coordinates, rows.head, sink,
+      store_lse(smem.results, softmax, rows.is_careful, coordinates, rows.head, rows.sink,
                 rows.first_row);
     } else {
       store_part_lse(smem.results.split, softmax, rows.is_careful, coordinates,
                      first_row_of(rows.part));
     }
-    RowNormaliser normaliser(softmax, rows.is_careful, sink, rows.value_scale);
+    RowNormaliser normaliser(softmax, rows.is_careful, rows.sink, rows.value_scale);
     if (!rows.is_careful) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
@@ -301,7 +299,7 @@ struct Consumer {
             num_first = rows().num_first;
           }
           finish_qk(scores, step + 1 == count);
-          if constexpr (Traits::kIsGeneral) transform(score_rows, step);
+          if constexpr (Traits::kTakesMasks) transform(score_rows, step);
           mask_scores(score_rows, step);
           const auto growth = softmax.exact_step(score_rows, rows().is_careful);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
@@ -324,7 +322,7 @@ struct Consumer {
             scale_rows(out_rows, growth);
             start_pv(true, step > 1);
             finish_qk(scores, step + 1 == count);
-            if constexpr (Traits::kIsGeneral) {
+            if constexpr (Traits::kTakesMasks) {
               transform(score_rows, step);
               mask_scores(score_rows, step);
             }

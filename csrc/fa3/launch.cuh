@@ -68,9 +68,15 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
 
 template <DType kDType, class Dims>
 cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
-  return scores_of(params) == Scores::General
-             ? launch_kernel<kDType, Dims, Scores::General>(params, stream)
-             : launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
+  switch (scores_of(params)) {
+    case Scores::Plain:
+      return launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
+    case Scores::Masked:
+      return launch_kernel<kDType, Dims, Scores::Masked>(params, stream);
+    case Scores::General:
+      return launch_kernel<kDType, Dims, Scores::General>(params, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace prefill::fa3

@@ -56,7 +56,7 @@ struct Producer {
   CUTE_DEVICE void load_k(int tile, int kv_head) {
     const uint32_t stage = num_steps % Traits::kStages;
     smem.k_ring.wait_empty(num_steps);
-    if constexpr (Traits::kIsGeneral) smem.kv_tiles[num_steps % (2 * Traits::kStages)] = tile;
+    if constexpr (Traits::kTakesMasks) smem.kv_tiles[num_steps % (2 * Traits::kStages)] = tile;
     load_tile<Traits, Traits::kN, Traits::Dims::kQk>(maps.k, smem.k[stage], smem.k_ring.full[stage],
                                                      TMA::CacheHintSm90::EVICT_LAST,
                                                      tile * Traits::kN, kv_head);
@@ -98,16 +98,16 @@ struct Producer {
       const int tile_tokens = params.rows.tile_tokens(Traits::kM);
       BandMask band = mask;
       // For all ptxas knows, new: so that sums with it are not kept throughout.
-      if constexpr (Traits::kIsGeneral)
+      if constexpr (Traits::kTakesMasks)
         asm volatile("" : "+r"(band.window_left), "+r"(band.qo_len));
       KvTileRange kv_tiles = band.kv_tiles(tile.m_tile * tile_tokens, tile_tokens, Traits::kN);
       if (!tile.is_whole()) kv_tiles = kv_tiles.part(tile.part, params.split.num_splits);
       if (has_custom_mask()) {
         wait_for_inputs();
         work.order = {kv_tiles.begin, kv_tiles.end, 0, 0};
-        const RowTileMask row_tile = work.mask_of(params.mask);
-        work.order.num_masked = row_tile.count(row_tile.mixed);
-        work.order.count = work.order.num_masked + row_tile.count(row_tile.full);
+        const RowTileMask::Counts counts = work.mask_of(params.mask).counts();
+        work.order.num_masked = counts.mixed;
+        work.order.count = counts.mixed + counts.full;
       } else {
         work.order = kv_tiles.template masked_first<Traits::kN>();
       }
@@ -117,7 +117,7 @@ struct Producer {
   }
 
   CUTE_DEVICE bool has_custom_mask() const {
-    return Traits::kIsGeneral && params.mask.mixed != nullptr;
+    return Traits::kTakesMasks && params.mask.mixed != nullptr;
   }
 
   // The kernel before has ended, and what it wrote is there, after this wait. All that can be done
@@ -137,32 +137,31 @@ struct Producer {
     if (!tile.exists()) return RowTile::end(redo);
     if (has_per_head) wait_for_inputs();
     LogitTransform transform;
-    float sink = -INFINITY;
-    if constexpr (Traits::kIsGeneral) {
+    if constexpr (Traits::kTransforms) {
       transform = LogitTransform::of(params, tile.head, tile.kv_head);
-      // The sink of parts joins where they are merged.
-      const bool is_whole = schedule.part_of_all(work.round, blockIdx.x) < 0;
-      if (is_whole) sink = sink_logit(params, tile.head);
     } else {
       transform = LogitTransform::of_scale(logit_scale(params, tile.head, tile.kv_head));
     }
+    // The sink of parts joins where they are merged.
+    const float sink = tile.is_whole() ? sink_logit(params, tile.head) : -INFINITY;
     const float v_scale = value_scale(params, tile.kv_head);
     KvTileOrder order = work.order;
-    // Plain kernels transform scores, for a scale that is not positive, where they mask them.
-    const bool all_masked = !Traits::kIsGeneral && !transform.is_idle();
-    if (all_masked) order.num_masked = order.count;
+    // A scale that is not positive is applied in steps with care alone: by plain kernels where they
+    // mask.
+    const bool is_scaled = !Traits::kTransforms && !transform.is_idle();
+    if (is_scaled && !Traits::kTakesMasks) order.num_masked = order.count;
     // The fewer keys, the more the weight of the largest counts, which is exact relative to itself.
     // Under a causal bound it is most often among the nearest keys, which anchors come from.
     const bool has_nearest = mask.window_right == 0 && order.first < order.end;
     const bool is_short = order.count * Traits::kN <= Traits::kShortRow && !has_nearest;
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
-        is_short || redo || is_late(work.round) || all_masked || !(fabsf(v_scale) >= 0x1p-80f);
+        is_short || redo || is_late(work.round) || is_scaled || !(fabsf(v_scale) >= 0x1p-80f);
     // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
     // more.
     const int num_masked = max(order.num_masked, 1);
-    // General kernels mask in exact steps too, which plain ones keep free of it.
-    const int num_first = Traits::kIsGeneral ? 1 : num_masked;
+    // Others mask in exact steps too, which plain kernels keep free of it.
+    const int num_first = Traits::kTakesMasks ? 1 : num_masked;
     const int num_exact = is_careful ? order.count : min(num_masked + 1, order.count);
     return {work.round, tile.head,  work.first_row(), -1,        transform, sink,
             v_scale,    is_careful, num_first,        num_exact, order};

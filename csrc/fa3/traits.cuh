@@ -32,7 +32,8 @@ template <DType kDType, class Dims_, Scores kScores>
 struct Traits {
   using Dims = Dims_;
   using T = Element<kDType>;
-  static constexpr bool kIsGeneral = kScores == Scores::General;
+  static constexpr bool kTakesMasks = kScores != Scores::Plain;    // custom ones
+  static constexpr bool kTransforms = kScores == Scores::General;  // by caps and biases
   static constexpr int kWarpgroups = Tile<Dims>::kWarpgroups;
   static constexpr int kM = kWarpgroups * kWarpgroupRows;
   static constexpr int kN = Tile<Dims>::kN;

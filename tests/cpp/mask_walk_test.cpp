@@ -57,8 +57,8 @@ void check_row_tile(const Mask& mask, int row_tile, int begin, int end) {
     if (kind != Class::empty) last = tile;
   }
   CHECK_EQ(actual.last_before(end), last, "row tile " << row_tile);
-  CHECK_EQ(actual.count(actual.mixed), static_cast<int>(mixed.size()), "row tile " << row_tile);
-  CHECK_EQ(actual.count(actual.full), static_cast<int>(full.size()), "row tile " << row_tile);
+  CHECK_EQ(actual.counts().mixed, static_cast<int>(mixed.size()), "row tile " << row_tile);
+  CHECK_EQ(actual.counts().full, static_cast<int>(full.size()), "row tile " << row_tile);
 
   KvTileWalk walk;
   mixed.insert(mixed.end(), full.begin(), full.end());
