@@ -87,53 +87,39 @@ struct PartsOfRow {
   }
 };
 
-// What a lane knows of a row's parts: of every 32nd, from its own number on.
-struct LaneParts {
-  static constexpr int kParts = kMaxSplits / kWarpLanes;
-  PartLse parts[kParts];
+// By a warp: what to multiply the outputs of the parts by, and the LSE of the whole. A row that no
+// part saw a key for has weights of 0.
+struct Weights {
+  float* of_parts;
+  float lse;
 
-  __device__ void load(const Merge& merge, const PartsOfRow& row, int lane) {
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const int part = i * kWarpLanes + lane;
-      parts[i] = {-INFINITY, 0.f, 0.f};
-      if (part < merge.results.split.num_splits) {
-        parts[i] = merge.results.split.lse[row.first + int64_t{part} * merge.tile_m];
-      }
-    }
-  }
-
-  // By a warp: puts what to multiply the outputs of the parts by into `weights`, and answers the
-  // LSE of the whole. A row that no part saw a key for has weights of 0.
-  __device__ float weigh(const Merge& merge, const PartsOfRow& row, int lane,
-                         float* weights) const {
+  __device__ static Weights of(const Merge& merge, const PartsOfRow& row, int lane,
+                               float* of_parts) {
+    const int num_splits = merge.results.split.num_splits;
+    const PartLse* lse = merge.results.split.lse + row.first;
     float largest = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) largest = fmaxf(largest, parts[i].score);
+    for (int i = lane; i < num_splits; i += kWarpLanes) {
+      largest = fmaxf(largest, lse[int64_t{i} * merge.tile_m].score);
+    }
     largest = reduce_warp(largest, [](float x, float y) { return fmaxf(x, y); });
-    const float base = largest == -INFINITY ? 0.f : largest;
-    const float multiplier = __shfl_sync(kWholeWarp, parts[0].multiplier, 0);
+    const float base = largest == -INFINITY ? 0.f : largest, multiplier = lse->multiplier;
     // No part's weights add up to more than 2^40: nothing overflows.
-    float of_lane[kParts];
     float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      of_lane[i] = exp2_approx(fmaf(parts[i].score - base, multiplier, parts[i].sum));
-      if (i * kWarpLanes + lane < merge.results.split.num_splits) sum += of_lane[i];
+    for (int i = lane; i < num_splits; i += kWarpLanes) {
+      const PartLse part = lse[int64_t{i} * merge.tile_m];
+      of_parts[i] = exp2_approx(fmaf(part.score - base, multiplier, part.sum));
+      sum += of_parts[i];
     }
     sum = reduce_warp(sum, [](float x, float y) { return x + y; });
     const float sink = merge.sinks.at(row.head, -INFINITY) * kLog2e;
     // Without a sink: a logit beyond float32 must not meet its infinity.
     const float total = sink == -INFINITY ? sum : sum + exp2_approx(fmaf(-base, multiplier, sink));
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const int part = i * kWarpLanes + lane;
-      if (part >= merge.results.split.num_splits) continue;
-      weights[part] = sum == 0.f ? 0.f : __fdividef(of_lane[i], total);
+    for (int i = lane; i < num_splits; i += kWarpLanes) {
+      of_parts[i] = sum == 0.f ? 0.f : __fdividef(of_parts[i], total);
     }
     __syncwarp();
     const float keys = sum == 0.f ? -INFINITY : fmaf(base, multiplier, log2f(sum));
-    return lse_with_sink(keys, sink);
+    return {of_parts, lse_with_sink(keys, sink)};
   }
 };
 
@@ -191,28 +177,26 @@ __global__ void __launch_bounds__(kWarps* kWarpLanes)
 
   Columns sum;
   if (row.exists) {
-    LaneParts parts;
-    parts.load(merge, row, lane);
     Columns ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (share + i * row_warps < num_splits) ahead[i].load(first + i * stride, lane, columns);
     }
-    const float row_lse = parts.weigh(merge, row, lane, weights[warp]);
+    const Weights row_weights = Weights::of(merge, row, lane, weights[warp]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int index = share + i * row_warps;
-      if (index < num_splits) sum.add(ahead[i], weights[warp][index]);
+      if (index < num_splits) sum.add(ahead[i], row_weights.of_parts[index]);
     }
     const float* next = first + kAhead * stride;
 #pragma unroll 4
     for (int index = share + kAhead * row_warps; index < num_splits; index += row_warps) {
       Columns more;
       more.load(next, lane, columns);
-      sum.add(more, weights[warp][index]);
+      sum.add(more, row_weights.of_parts[index]);
       next += stride;
     }
-    if (share == 0 && lane == 0 && lse != nullptr) *lse = row_lse * results.lse_scale;
+    if (share == 0 && lane == 0 && lse != nullptr) *lse = row_weights.lse * results.lse_scale;
   }
   if (row_warps > 1) {
     sums[warp][lane] = sum;
