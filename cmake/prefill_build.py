@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -190,10 +190,11 @@ def build_folder_alone() -> Iterator[None]:
     import fcntl
 
     folder = ROOT / "build"
-    try:
+    lock = None
+    with suppress(OSError):  # a tree that is read-only, whose build folder is elsewhere
         folder.mkdir(exist_ok=True)
         lock = (folder / ".lock").open("a")
-    except OSError:  # a tree that is read-only, whose build folder is elsewhere
+    if lock is None:
         yield
         return
     with lock:
@@ -203,6 +204,8 @@ def build_folder_alone() -> Iterator[None]:
             message = f"prefill: waiting for another build in {folder}"
             print(message, file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a filesystem without locks
+            pass
         yield
 
 

@@ -14,6 +14,11 @@ CUTE_DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
 }
 
+CUTE_DEVICE float finite_or_nan(float x) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(kMaxFloat));
+  return x;
+}
+
 CUTE_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 2);
   return x + __shfl_xor_sync(0xffffffffu, x, 1);
@@ -61,10 +66,11 @@ struct OnlineSoftmax {
       const float previous = raise_max(r, scores);
       const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
       const float base = with_care ? maximum : 0.f;
-      const float offset = with_care ? 0.f : __fmul_rn(maximum, multiplier);
+      // Finite, as sums are kept: so NaN comes of scores alone (anchor_held).
+      const float offset = with_care ? 0.f : fmaxf(__fmul_rn(maximum, multiplier), -kMaxFloat);
       factor[r] = exp2_approx(with_care ? (previous - base) * multiplier
                                         : __fmul_rn(previous, multiplier) - offset);
-      row_sum[r] *= factor[r];
+      row_sum[r] = (with_care ? row_sum[r] : finite_or_nan(row_sum[r])) * factor[r];
       add_weights(r, scores,
                   [&](int, float score) { return fmaf(score - base, multiplier, -offset); });
     }
@@ -111,14 +117,16 @@ struct OnlineSoftmax {
 
   // False where an anchored sum may have overflowed or lost bits, where the row is steep, or where
   // the mean weight of its keys is far above the anchor's: then few keys take all, and the rounding
-  // of their weights shows. Weighted sums of V may overflow before it does. A sum is NaN where a
-  // score is, which exact steps would not change, or where no key was seen before the anchored
-  // ones.
+  // of their weights shows. Weighted sums of V may overflow before it does. A sum that is NaN has
+  // held where a score is NaN or the maximum infinite, as care would not change that: in rows that
+  // are not steep it comes of nothing else, once a key was seen before the anchored steps.
   CUTE_DEVICE bool anchor_held(int r, int num_keys) const {
     constexpr float kLargestMean = 256.f;
-    if (isnan(row_sum[r])) return row_max[r] != -INFINITY;
-    return row_sum[r] < kLargestMean * static_cast<float>(num_keys) &&
-           fabsf(rounded_logit(r)) < kSteep;
+    const bool is_calm = fabsf(rounded_logit(r)) < kSteep;
+    if (isnan(row_sum[r])) {
+      return row_max[r] == INFINITY || (row_max[r] != -INFINITY && is_calm);
+    }
+    return row_sum[r] < kLargestMean * static_cast<float>(num_keys) && is_calm;
   }
 
   // After the last tile: makes row_sum the whole row's sum.

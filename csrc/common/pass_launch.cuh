@@ -19,7 +19,9 @@ cudaError_t launch_pass(void (*pass)(Parameters...), dim3 blocks, dim3 threads, 
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
-  return cudaLaunchKernelEx(&config, pass, arguments...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, pass, arguments...);
+  if (error != cudaSuccess) cudaGetLastError();  // or the next launch would answer it again
+  return error;
 }
 
 // By all threads of a pass, before they read or write any memory of the call: what the kernel

@@ -210,6 +210,7 @@ struct PreparePass {
 };
 
 // Fills the targets, which PreparePass::carve gave, with elements of `dtype`. `pass` has some job.
+// `programmatic`: as pass_launch.cuh has it.
 cudaError_t prepare(const PreparePass& pass, DType dtype, bool programmatic, cudaStream_t stream);
 
 }  // namespace prefill

@@ -118,10 +118,13 @@ struct Consumer {
   CUTE_DEVICE void transform(Scores& scores, int step) const {
     if (rows().transform.is_idle()) return;
     const LogitTransform transform = rows().transform;
-    if constexpr (!Traits::kTransforms) return scale_scores(scores, transform.gain);
-    const Place at = place();
-    transform_scores(scores, at.offsets, transform, mask, rows().first_row + at.row,
-                     kv_tile(step) * Traits::kN + at.column);
+    if constexpr (Traits::kTransforms) {
+      const Place at = place();
+      transform_scores(scores, at.offsets, transform, mask, rows().first_row + at.row,
+                       kv_tile(step) * Traits::kN + at.column);
+    } else {
+      scale_scores(scores, transform.gain);
+    }
   }
 
   template <class Scores>

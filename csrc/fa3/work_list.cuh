@@ -30,8 +30,7 @@ struct RowTile {
 };
 
 // What consumers tell of row tiles in which weights have left their range: a bit for each round of
-// the schedule. Each
-// consumer arrives at `complete` once, after its last row tile.
+// the schedule. Each consumer arrives at `complete` once, after its last row tile.
 struct RedoList {
   static constexpr int kRounds = 4096;  // later rounds are exact at once
 

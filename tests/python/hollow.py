@@ -40,9 +40,9 @@ cudaError_t {function} {{ return cudaErrorNotSupported; }}
 """
 PASSES = {
     "combine": "combine(const PrefillParams&, const TileSchedule&, int, int, bool, cudaStream_t)",
-    "prepare": "prepare(const PreparePass&, DType, cudaStream_t)",
+    "prepare": "prepare(const PreparePass&, DType, bool, cudaStream_t)",
     "mask_tiles": "lay_out_mask(const MaskSource&, const PrefillParams&, int, int, "
-    "const MaskTiles&, cudaStream_t)",
+    "const MaskTiles&, bool, cudaStream_t)",
 }
 
 

@@ -208,6 +208,23 @@ def test_bad_keys_that_are_masked_leave_no_trace(backend: str, bad: float) -> No
     assert torch.equal(lse[50:], clean_lse[50:])
 
 
+@pytest.mark.parametrize("scale", [1e10, 1e12, 1e20, 1e30, 1e38])
+@pytest.mark.parametrize("later", [2.0, 0.0], ids=["steep", "calm"])
+def test_later_keys_far_above_huge_logits(backend: str, later: float, scale: float) -> None:
+    """Weights relative to the first keys leave float32's range, be the row's maximum huge or 0."""
+    q, k, v = inputs(100, 1024, dtype=torch.float16)
+    q[:] = 0
+    q[:, :, 0] = 1
+    k[:] = 0
+    k[:128, :, 0] = 1.03125 if later > 0 else -1.03125
+    k[128:, :, 0] = later
+    out, lse = run(q, k, v, sm_scale=scale, backend=backend)
+    mean = v[128:].double().mean(0).repeat_interleave(q.shape[1] // k.shape[1], 0)
+    torch.testing.assert_close(out, mean.half().expand_as(out), rtol=2e-3, atol=1e-5)
+    expected = later * scale / math.log(2) + math.log2(1024 - 128)
+    torch.testing.assert_close(lse, torch.full_like(lse, expected), rtol=1e-6, atol=1e-4)
+
+
 def test_nan_reaches_the_rows_that_see_it(backend: str) -> None:
     q, k, v = inputs(100, 100)
     k[60] = math.nan
