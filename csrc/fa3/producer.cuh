@@ -152,9 +152,9 @@ struct Producer {
     if (is_scaled && !Traits::kTakesMasks) order.num_masked = order.count;
     // The fewer keys, the more the weight of the largest counts, which is exact relative to itself.
     // Under a causal bound it is most often among the nearest keys, which anchors come from: exact
-    // enough for 16 bits.
-    const bool has_nearest = mask.window_right == 0 && order.first < order.end &&
-                             !has_custom_mask() && params.out_type != OutputType::float32;
+    // enough for 16 bits, while parts may be written as float32.
+    const bool has_nearest =
+        mask.window_right == 0 && order.first < order.end && !has_custom_mask() && tile.is_whole();
     const bool is_short = order.count * Traits::kN <= Traits::kShortRow && !has_nearest;
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
