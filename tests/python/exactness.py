@@ -303,8 +303,13 @@ def expect(
     lse_moved = torch.zeros_like(lse)
 
     def moved_by(change: Tensor) -> tuple[Tensor, Tensor]:
-        """What logits that are off by up to `change` [heads, rows, keys] do to output and LSE."""
-        moved = weights * change.masked_fill(~seen, 0.0)
+        """What logits that are off by up to `change` [heads, rows, keys] do to output and LSE.
+
+        A weight comes out times up to exp(change), over a sum that is off by as much at the most:
+        a float8 key whose rotation lies between two values is far from small.
+        """
+        change = change.masked_fill(~seen, 0.0)
+        moved = weights * change.expm1() * change.amax(-1, keepdim=True).exp()
         sums = moved.sum(-1).transpose(0, 1)
         moved_out = (moved @ values.double().abs() * values_scale.abs()).transpose(0, 1)
         return moved_out + sums[..., None] * out.abs(), 1.1 * LOG2_E * sums

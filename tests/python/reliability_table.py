@@ -79,8 +79,6 @@ def sanitizer_rows(summaries: Summaries) -> list[Row]:
 
 def sanitizer_row(summary: dict[str, Any]) -> Row:
     text = f"{summary['calls']:,} calls, {summary['kernels']} kernels"
-    if summary["copies"]:
-        text += f"; {summary['copies']:,} reports of torch's copies of what TMA wrote"
     failed = max(1, summary["reports"]) if summary["failed"] else 0
     return SANITIZER_RUNS[summary["run"]], text, seconds(summary["seconds"]), wrong(failed)
 

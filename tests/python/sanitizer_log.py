@@ -4,8 +4,7 @@
 
 LOG is what the set printed, and compute-sanitizer around it; CODE its exit status. RUN is the tool,
 perhaps with what it looks at: `initcheck-fa3`. A run is clean if the set ran to its end, nothing is
-reported and CODE is 0. The reports of `initcheck-fa3` alone may be of torch's copy kernel, each one
-printed: initcheck seems not to see what TMA writes. Exits with 1 if the run is not clean.
+reported and CODE is 0. Exits with 1 if it is not.
 """
 
 from __future__ import annotations
@@ -18,13 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-COPIES_MAY_BE = "initcheck-fa3"
 WITHOUT_SANITIZER = "float64"
 """The run that compares results instead."""
-READ = re.compile(r"^=+ +Uninitialized __global__ memory read.*\n(.*)", re.MULTILINE)
 COUNTED = re.compile(r"^=+ (?:ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
-REPORTED = 9
-"""The exit status that compute-sanitizer is told to end with where it has reports."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +32,18 @@ class Summary:
     calls: int = 0
     reports: int = 0
     """Errors, hazards or wrong results."""
-    copies: int = 0
-    """Reports of torch's copies of what TMA wrote."""
     failed: str = ""
     """Why the run is not clean."""
 
     @property
     def verdict(self) -> str:
-        if self.failed:
-            return f"FAILED: {self.failed}"
-        return "clean, but for torch's copies of what TMA wrote" if self.copies else "clean"
+        return f"FAILED: {self.failed}" if self.failed else "clean"
 
 
 def last_answer(text: str) -> dict[str, Any] | None:
     """The line that the set ends with."""
     lines = [line for line in text.splitlines() if line.startswith('{"kernels"')]
     return json.loads(lines[-1]) if lines else None
-
-
-def reads_of_copies(text: str) -> int:
-    """How many reports are reads by torch's copy kernel."""
-    places = READ.findall(text)
-    return sum(
-        bool(re.search(r"/?at::native::.*direct_copy", p)) and "prefill" not in p for p in places
-    )
 
 
 def summary_of(text: str, run: str, code: int, seconds: float) -> Summary:
@@ -77,15 +60,8 @@ def summary_of(text: str, run: str, code: int, seconds: float) -> Summary:
     if not counts:
         failed = f"it ended with {code} and has no summary of compute-sanitizer's"
         return Summary(run, seconds, **there, **done, failed=failed)
-    reports, copies, failed = sum(counts), reads_of_copies(text), ""
-    if (
-        run == COPIES_MAY_BE
-        and code == REPORTED
-        and 0 < copies == reports == len(READ.findall(text))
-    ):
-        return Summary(run, seconds, **there, **done, reports=reports, copies=copies)
-    if reports or code:
-        failed = f"{reports} reports, exit status {code}"
+    reports = sum(counts)
+    failed = f"{reports} reports, exit status {code}" if reports or code else ""
     return Summary(run, seconds, **there, **done, reports=reports, failed=failed)
 
 

@@ -1,6 +1,6 @@
 """The calls that `scripts/sanitize` runs under compute-sanitizer: every kernel, every pass, small.
 
-    python tests/python/sanitizer_set.py [--check | --fuzz CALLS]
+    python tests/python/sanitizer_set.py [--check | --fuzz CALLS] [--without VARIANT]
 
 Each row of the kernel table meets each of `VARIANTS` and tensors of float8, which between them take
 both of its score variants, all masks, sinks, rotation, widening of k and v alone and of all three,
@@ -146,6 +146,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="compare the results with float64")
     parser.add_argument("--fuzz", type=int, metavar="CALLS", help="random calls instead")
     parser.add_argument("--seed", type=int, default=1, help="of these")
+    parser.add_argument("--without", choices=VARIANTS, help="all but these calls")
     args = parser.parse_args(given)
     build = support.native().build
     assert build is not None, support.native().missing
@@ -154,7 +155,12 @@ def main(given: list[str]) -> int:
         backends = tuple(dict.fromkeys(kernel.backend for kernel in kernels))
         cases = [("random", case) for case in random_cases(args.fuzz, args.seed, backends)]
     else:
-        cases = [(f"{row.name}, {name}", case) for row in kernels for name, case in cases_of(row)]
+        cases = [
+            (f"{row.name}, {name}", case)
+            for row in kernels
+            for name, case in cases_of(row)
+            if name != args.without
+        ]
     wrong = []
     for name, case in cases:
         if not args.check:
