@@ -3,7 +3,7 @@
     python tests/python/sanitizer_set.py [--check | --fuzz CALLS] [--without VARIANT]
 
 Each row of the kernel table meets each of `VARIANTS` and tensors of float8, which between them take
-both of its score variants, all masks, sinks, rotation, widening of k and v alone and of all three,
+all of its score variants, all masks, sinks, rotation, widening of k and v alone and of all three,
 splitting, merging into every output dtype and packed heads, in tiles that are full, ragged and
 alone. Tensors are allocations of their own, without fences: the sanitizer sees what is read beside
 them. `--check` holds the results against float64 instead. `--fuzz` makes random calls of
