@@ -126,7 +126,7 @@ def _draw_cases(figure: Any, cases: Cases, names: Sequence[str], regimes: Sequen
         unit: [case for case in cases if case["unit"] == unit]
         for unit in dict.fromkeys(case["unit"] for case in cases)
     }
-    heights = [0.8 + _row_height(unit, names) * len(by_unit[unit]) for unit in by_unit]
+    heights = [0.8 + _rows_height(unit, len(by_unit[unit]), len(names)) for unit in by_unit]
     figure.set_size_inches(3.0 + 4.8 * len(regimes), 1.0 + sum(heights))
     panels = figure.subplots(
         len(by_unit),
@@ -145,9 +145,9 @@ def _draw_cases(figure: Any, cases: Cases, names: Sequence[str], regimes: Sequen
         line[0].set_ylim(len(members) - 0.4, -0.6)
 
 
-def _row_height(unit: str, names: Sequence[str]) -> float:
-    """Inches: points lie in one line, bars one below the other."""
-    return 0.3 if unit == "us" else 0.12 * (len(names) + 1)
+def _rows_height(unit: str, rows: int, names: int) -> float:
+    """Inches: points lie in one line, bars one below the other, closer where there are many."""
+    return 0.3 * rows if unit == "us" else min(0.12 * (names + 1) * rows, 15.0)
 
 
 def _draw_bars(panel: Any, members: Cases, names: Sequence[str], regime: str) -> None:
