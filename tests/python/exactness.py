@@ -305,11 +305,12 @@ def expect(
     def moved_by(change: Tensor) -> tuple[Tensor, Tensor]:
         """What logits that are off by up to `change` [heads, rows, keys] do to output and LSE.
 
-        A weight comes out times up to exp(change), over a sum that is off by as much at the most:
-        a float8 key whose rotation lies between two values is far from small.
+        Each weight comes out times exp(-change) to exp(change), over the sum of them: of a float8
+        key whose rotation lies between two values that is far from linear.
         """
         change = change.masked_fill(~seen, 0.0)
-        moved = weights * change.expm1() * change.amax(-1, keepdim=True).exp()
+        least_sum = 1.0 + (weights * (-change).expm1()).sum(-1, keepdim=True)  # it was 1
+        moved = weights * change.expm1() / least_sum
         sums = moved.sum(-1).transpose(0, 1)
         moved_out = (moved @ values.double().abs() * values_scale.abs()).transpose(0, 1)
         return moved_out + sums[..., None] * out.abs(), 1.1 * LOG2_E * sums

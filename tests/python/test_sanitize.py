@@ -83,6 +83,7 @@ def test_initcheck_without_reports(scripts: Path) -> None:
         (log(), log(COPY), 9, "fa3"),
         (log(), log(calls="Killed"), 9, "fa3"),
         (log(), log(counted=1), 9, "fa3"),
+        (log(), log(COPY), 1, "fa3"),
     ],
 )
 def test_any_report_of_initcheck_is_a_failure(
