@@ -9,11 +9,11 @@
 
 namespace prefill {
 
-// The order in which a row tile takes its KV tiles: first those that need masking, at the right
-// edge and then at the left, then those that all rows see, lowest keys first. It is a rotation of
-// [begin, end).
+// The order in which a row tile takes its KV tiles [begin, end): first those that need masking, at
+// the right edge from the last one down and then at the left, then those that all rows see, lowest
+// keys first.
 struct KvTileOrder {
-  int first;
+  int first;  // at the right edge, or `end`
   int end;
   int count;
   int num_masked;
@@ -21,7 +21,7 @@ struct KvTileOrder {
   PREFILL_HOST_DEVICE bool empty() const { return count <= 0; }
 
   PREFILL_HOST_DEVICE int tile(int index) const {
-    return first + index < end ? first + index : first + index - count;
+    return first + index < end ? end - 1 - index : first + index - count;
   }
 };
 
@@ -91,6 +91,24 @@ struct BandMask {
     const int last = row + tile_m < qo_len ? row + tile_m - 1 : qo_len - 1;
     return {row_begin(row) / tile_n, (row_end(last) + tile_n - 1) / tile_n, row_begin(last),
             row_end(row)};
+  }
+
+  // What of a row tile's order rows [row, row + tile_m), some of it, take: without the first KV
+  // tile where none of them sees it, and, if there is no bound on the left, with masks where they
+  // need them. Something is always left.
+  template <int kTileN>
+  PREFILL_HOST_DEVICE KvTileOrder narrowed(KvTileOrder order, int row, int tile_m) const {
+    const KvTileRange own = kv_tiles(row < qo_len ? row : qo_len - 1, tile_m, kTileN);
+    if (own.end < order.end && order.first < order.end && order.count > 1) {
+      --order.end;
+      --order.count;
+      --order.num_masked;
+    }
+    const int num_masked = order.end - own.full_end / kTileN;
+    if (window_left >= kv_len - 1 && num_masked < order.num_masked) {
+      order.num_masked = num_masked > 0 ? num_masked : 0;
+    }
+    return order;
   }
 };
 

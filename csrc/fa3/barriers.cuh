@@ -36,6 +36,14 @@ struct RingBarriers {
     empty[use % kStages].wait(~use / kStages & 1);
     compiler_fence();
   }
+
+  // In the place of so many that have no need of this use. `empty` has been waited for.
+  CUTLASS_DEVICE void release_for(int releases, uint32_t use) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     cute::cast_smem_ptr_to_uint(&empty[use % kStages])),
+                 "r"(releases)
+                 : "memory");
+  }
 };
 
 // How far a consumer is, in one register: rings count their uses modulo powers of two. The two

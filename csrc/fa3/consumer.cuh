@@ -260,12 +260,12 @@ struct Consumer {
       start_gemm(mma_qk, q(_, _, _, q_stage), k(_, _, _, progress.steps() % Traits::kStages), false,
                  scores, [] {});
     };
-    // `is_pending`: P of the step before waits for its product.
-    const auto start_pv = [&](bool is_pending, bool accumulate) {
-      if (is_pending) smem.v_ring.wait_full(progress.steps() - 1);
-      start_gemm<Traits::kTurnOverlap>(mma_pv, p,
-                                       vt(_, _, _, (progress.steps() - 1) % Traits::kStages),
-                                       accumulate, out, [&] { turn.give(); });
+    // `is_pending`: P of the step before waits for its product. `skipped`: KV tiles since then.
+    const auto start_pv = [&](bool is_pending, bool accumulate, int skipped = 0) {
+      const uint32_t use = progress.steps() - 1 - skipped;
+      if (is_pending) smem.v_ring.wait_full(use);
+      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, use % Traits::kStages), accumulate,
+                                       out, [&] { turn.give(); });
     };
     const auto finish_qk = [&](auto& scores, bool is_last) {
       warpgroup_wait<1>();
@@ -273,10 +273,10 @@ struct Consumer {
       release(smem.k_ring, progress.steps());
       if (is_last) release(own.q_ring, progress.rows() - 1);
     };
-    const auto finish_pv = [&](bool is_pending) {
+    const auto finish_pv = [&](bool is_pending, int skipped = 0) {
       warpgroup_wait<0>();
       warpgroup_fence_operand(out);
-      if (is_pending) release(smem.v_ring, progress.steps() - 1);
+      if (is_pending) release(smem.v_ring, progress.steps() - 1 - skipped);
     };
 
     while (true) {
@@ -285,16 +285,22 @@ struct Consumer {
         const int count = rows().order.count;
         int num_first = 1;
         int step = 0;
+        if (rows().skips_first) {  // the others need their turns all the same
+          turn.take();
+          turn.give();
+          progress.next_step();
+        }
         // The first step also ends the row tile before. Where there is none, its second product
         // multiplies what happens to be in registers and shared memory, and the next overwrites the
         // result: ptxas serialises products that are under a condition.
         for (; step < num_first; ++step) {
           const bool has_previous = previous_rows().order.count > 0;
           const bool is_pending = step > 0 || has_previous;
+          const int skipped = step == 0 && rows().skips_first ? 1 : 0;
           Tensor scores = new_scores();
           Tensor score_rows = row_column_view(scores);
           start_qk(scores);
-          start_pv(is_pending, step > 1 || (step == 0 && previous_rows().order.count > 1));
+          start_pv(is_pending, step > 1 || (step == 0 && previous_rows().order.count > 1), skipped);
           RowNormaliser normaliser;
           if (step == 0) {
             if (has_previous) normaliser = finish(previous_rows(), softmax);
@@ -306,7 +312,7 @@ struct Consumer {
           mask_scores(score_rows, step);
           const auto growth = softmax.exact_step(score_rows, rows().is_careful);
           hold(softmax.row_sum[0] + softmax.row_sum[1]);
-          finish_pv(is_pending);
+          finish_pv(is_pending, skipped);
           convert_fragment<T>(scores, weights);
           if (step > 0) {
             scale_rows(out_rows, growth);

@@ -89,6 +89,13 @@ struct Producer {
   // Late rounds have no place on the redo list: they are done with care at once.
   CUTE_DEVICE static bool is_late(int round) { return round >= RedoList::kRounds; }
 
+  // For all ptxas knows, another one: so that sums with it are not kept throughout.
+  CUTE_DEVICE BandMask new_band() const {
+    BandMask band = mask;
+    asm volatile("" : "+r"(band.window_left), "+r"(band.qo_len));
+    return band;
+  }
+
   CUTE_DEVICE Work next_work() {
     for (; round < schedule.num_rounds; ++round) {
       if (redo && (is_late(round) || !smem.redo_list.holds(round))) continue;
@@ -96,10 +103,7 @@ struct Producer {
       if (!tile.exists()) continue;
       Work work{round++, tile, {}, {}};
       const int tile_tokens = params.rows.tile_tokens(Traits::kM);
-      BandMask band = mask;
-      // For all ptxas knows, new: so that sums with it are not kept throughout.
-      if constexpr (Traits::kTakesMasks)
-        asm volatile("" : "+r"(band.window_left), "+r"(band.qo_len));
+      const BandMask band = new_band();
       KvTileRange kv_tiles = band.kv_tiles(tile.m_tile * tile_tokens, tile_tokens, Traits::kN);
       if (!tile.is_whole()) kv_tiles = kv_tiles.part(tile.part, params.split.num_splits);
       if (has_custom_mask()) {
@@ -145,11 +149,9 @@ struct Producer {
     // The sink of parts joins where they are merged.
     const float sink = tile.is_whole() ? sink_logit(params, tile.head) : -INFINITY;
     const float v_scale = value_scale(params, tile.kv_head);
-    KvTileOrder order = work.order;
-    // A scale that is not positive is applied in steps with care alone: by plain kernels where they
-    // mask.
+    KvTileOrder const& order = work.order;
+    // A scale that is not positive is applied in steps with care alone.
     const bool is_scaled = !Traits::kTransforms && !transform.is_idle();
-    if (is_scaled && !Traits::kTakesMasks) order.num_masked = order.count;
     // The fewer keys, the more the weight of the largest counts, which is exact relative to itself.
     // Under a causal bound it is most often among the nearest keys, which anchors come from: exact
     // enough for 16 bits, while parts may be written as float32.
@@ -159,33 +161,59 @@ struct Producer {
     // Over a sum of up to 2^40 a smaller value scale might vanish.
     const bool is_careful =
         is_short || redo || is_late(work.round) || is_scaled || !(fabsf(v_scale) >= 0x1p-80f);
+    return {work.round, tile.head, work.first_row(), -1, transform, sink, v_scale, is_careful, 0, 0,
+            order,      false};
+  }
+
+  // Makes of a row tile what one consumer does of it.
+  CUTE_DEVICE void narrow(RowTile& rows, int consumer) const {
+    rows.first_row += consumer * kWarpgroupRows;
+    KvTileOrder& order = rows.order;
+    if (!has_custom_mask()) {
+      const KvTileOrder own = new_band().template narrowed<Traits::kN>(
+          order, params.rows.first_token(rows.first_row), params.rows.tile_tokens(kWarpgroupRows));
+      rows.skips_first = own.count < order.count;
+      order = own;
+    }
+    // Plain kernels apply a scale where they mask.
+    if (!Traits::kTakesMasks && !rows.transform.is_idle()) order.num_masked = order.count;
     // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
     // more.
     const int num_masked = max(order.num_masked, 1);
     // Others mask in exact steps too, which plain kernels keep free of it.
-    const int num_first = Traits::kTakesMasks ? 1 : num_masked;
-    const int num_exact = is_careful ? order.count : min(num_masked + 1, order.count);
-    return {work.round, tile.head,  work.first_row(), -1,        transform, sink,
-            v_scale,    is_careful, num_first,        num_exact, order};
+    rows.num_first = Traits::kTakesMasks ? 1 : num_masked;
+    rows.num_exact = rows.is_careful ? order.count : min(num_masked + 1, order.count);
+  }
+
+  // For consumers that skip the first KV tile of the rows told last: in its first step K of it, in
+  // the second, when it has been loaded, V.
+  CUTE_DEVICE void release_skipped(int step) {
+    for (auto const& consumer : smem.consumers) {
+      if (!consumer.rows[(num_rows - 1) % Traits::kRowTiles].skips_first) continue;
+      if (step == 0) smem.k_ring.release_for(kWarpgroupThreads / 32, num_steps);
+      if (step == 1) smem.v_ring.release_for(kWarpgroupThreads / 32, num_steps - 1);
+    }
   }
 
   // Tells each consumer of its rows, and loads Q for them where they see any key.
   CUTE_DEVICE void tell(RowTile rows) {
     wait_for_inputs();  // also where there is no Q: consumers write
-    for (auto& consumer : smem.consumers) {
+    rows.part = schedule.part_of_all(rows.round, blockIdx.x);
+#pragma unroll 1
+    for (int i = 0; i < Traits::kWarpgroups; ++i) {
+      auto& consumer = smem.consumers[i];
       auto& ring = consumer.q_ring;
       ring.wait_empty(num_rows);
       auto& told = consumer.rows[num_rows % Traits::kRowTiles];
       told = rows;
-      told.part = schedule.part_of_all(rows.round, blockIdx.x);
+      narrow(told, i);
       if (rows.order.empty()) {
         compiler_fence();
         ring.full[num_rows % Traits::kQStages].arrive();
       } else {
         load_q(consumer.q[num_rows % Traits::kQStages], ring.full[num_rows % Traits::kQStages],
-               params.rows.first_token(rows.first_row), rows.head);
+               params.rows.first_token(told.first_row), rows.head);
       }
-      rows.first_row += kWarpgroupRows;
     }
     ++num_rows;
   }
@@ -217,6 +245,7 @@ struct Producer {
         }
         if (tells) tell(row_tile(news));
         if (count > 0 && k_is_last) load_k(tile, work.tile.kv_head);
+        if (step < 2) release_skipped(step);
         if (count == 0) break;
         v_tile = tile;
         v_head = work.tile.kv_head;

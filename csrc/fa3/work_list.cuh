@@ -18,13 +18,14 @@ struct RowTile {
   LogitTransform transform;
   float sink;  // in base-2 units
   float value_scale;
-  bool is_careful;  // exact steps with care, without anchors
-  int num_first;    // steps of the loop that masks and that ends the rows before
-  int num_exact;    // steps of the online softmax, these included; anchored ones follow
-  KvTileOrder order;
+  bool is_careful;    // exact steps with care, without anchors
+  int num_first;      // steps of the loop that masks and that ends the rows before
+  int num_exact;      // steps of the online softmax, these included; anchored ones follow
+  KvTileOrder order;  // of the consumer's own rows
+  bool skips_first;   // which lacks the first KV tile of the row tile's
 
   CUTE_DEVICE static RowTile end(int pass) {
-    return {pass, 0, 0, -1, {}, 0.f, 0.f, true, 0, 0, {0, 0, -1, 0}};
+    return {pass, 0, 0, -1, {}, 0.f, 0.f, true, 0, 0, {0, 0, -1, 0}, false};
   }
   CUTE_DEVICE bool is_end() const { return order.count < 0; }
 };

@@ -59,6 +59,47 @@ void check_parts(const KvTileRange& range, int count, const BandMask& mask) {
   if (!range.empty()) CHECK_EQ(end, range.end, mask << ", " << count << " parts");
 }
 
+// Rows [first, end) take the KV tiles of their row tile's order, or all but its first one, of which
+// they see nothing. Where they go unmasked each of them sees all keys. When one more than the
+// masked ones are done, each has seen a key that sees any.
+template <int kTileN>
+void check_narrowed(const BandMask& mask, const KvTileOrder& order, int first, int end) {
+  const KvTileOrder own = mask.narrowed<kTileN>(order, first, end - first);
+  const int skipped = order.count - own.count;
+  CHECK(skipped == 0 || (skipped == 1 && own.count > 0), mask << ", rows from " << first);
+  const auto seen_keys = [&](int row, int tile) {
+    int count = 0;
+    for (int key = tile * kTileN; key < (tile + 1) * kTileN; ++key) {
+      count += key < mask.kv_len && sees(mask, row, key);
+    }
+    return count;
+  };
+  for (int row = first; row < std::min(end, mask.qo_len); ++row) {
+    if (skipped > 0) CHECK_EQ(seen_keys(row, order.tile(0)), 0, mask << ", row " << row);
+    bool sees_any = false, anchored = false;
+    for (int index = 0; index < own.count; ++index) {
+      const int tile = own.tile(index);
+      CHECK_EQ(tile, order.tile(index + skipped), mask << ", rows from " << first);
+      const int seen = seen_keys(row, tile);
+      if (index >= own.num_masked) {
+        CHECK_EQ(seen, kTileN, mask << ", row " << row << ", tile " << tile);
+      }
+      sees_any = sees_any || seen > 0;
+      anchored = anchored || (seen > 0 && index <= own.num_masked);
+    }
+    CHECK_EQ(anchored, sees_any, mask << ", row " << row);
+  }
+  // It is skipped wherever the rows that exist do not see it and others come after it.
+  const bool exists = first < mask.qo_len;
+  if (exists && skipped == 0 && order.count > 1 && order.first < order.end) {
+    bool sees_first = false;
+    for (int row = first; row < std::min(end, mask.qo_len); ++row) {
+      sees_first = sees_first || mask.row_end(row) > order.tile(0) * kTileN;
+    }
+    CHECK(sees_first, mask << ", rows from " << first);
+  }
+}
+
 // All KV tiles of a row tile's range come once: those that need masking first, the others in rising
 // order. When one more than the masked ones are done, each row has seen a key that sees any.
 template <int kTileM, int kTileN>
@@ -90,6 +131,10 @@ void check_order(const BandMask& mask, int first, int part, int num_parts) {
       anchored = anchored || place.at(key / kTileN - range.begin) < num_anchoring;
     }
     CHECK_EQ(anchored, sees_any, mask << ", row " << row << " of " << kTileM << " x " << kTileN);
+  }
+  constexpr int kRows = kTileM > 2 ? kTileM / 3 : 1;  // of a consumer
+  for (int row = first; row < first + kTileM; row += kRows) {
+    check_narrowed<kTileN>(mask, order, row, std::min(row + kRows, first + kTileM));
   }
 }
 
