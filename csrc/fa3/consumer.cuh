@@ -262,10 +262,10 @@ struct Consumer {
     };
     // `is_pending`: P of the step before waits for its product. `skipped`: KV tiles since then.
     const auto start_pv = [&](bool is_pending, bool accumulate, int skipped = 0) {
-      const uint32_t use = progress.steps() - 1 - skipped;
-      if (is_pending) smem.v_ring.wait_full(use);
-      start_gemm<Traits::kTurnOverlap>(mma_pv, p, vt(_, _, _, use % Traits::kStages), accumulate,
-                                       out, [&] { turn.give(); });
+      if (is_pending) smem.v_ring.wait_full(progress.steps() - 1 - skipped);
+      start_gemm<Traits::kTurnOverlap>(
+          mma_pv, p, vt(_, _, _, (progress.steps() - 1 - skipped) % Traits::kStages), accumulate,
+          out, [&] { turn.give(); });
     };
     const auto finish_qk = [&](auto& scores, bool is_last) {
       warpgroup_wait<1>();
