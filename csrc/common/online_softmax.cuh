@@ -24,7 +24,10 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 1);
 }
 
-template <int kRows_>
+// Weights are lifted by a power of two, kLift, where their type has little room below 1; so are
+// their sums, but nothing that is told of a row. kChains: the partial maxima of a row's scores, which
+// do not wait for each other.
+template <int kRows_, int kLift = 0, int kChains = 1>
 struct OnlineSoftmax {
   static constexpr int kRows = kRows_;
   using Row = cute::array<float, kRows>;
@@ -55,7 +58,7 @@ struct OnlineSoftmax {
     return ones;
   }
 
-  // Turns scores into exp2(logit - max) in place. What was summed before must be multiplied by the
+  // Turns scores into exp2(logit - max + kLift) in place. What was summed before must be multiplied by the
   // row factors that come back. With care in all of a row's steps or in none. There is no branch: a
   // row's maximum is found beside another's.
   template <class Scores>
@@ -68,11 +71,12 @@ struct OnlineSoftmax {
       const float base = with_care ? maximum : 0.f;
       // Finite, as sums are kept: so NaN comes of scores alone (anchor_held).
       const float offset = with_care ? 0.f : fmaxf(__fmul_rn(maximum, multiplier), -kMaxFloat);
+      const float lifted = -(offset - kLift);
       factor[r] = exp2_approx(with_care ? (previous - base) * multiplier
                                         : __fmul_rn(previous, multiplier) - offset);
       row_sum[r] = (with_care ? row_sum[r] : finite_or_nan(row_sum[r])) * factor[r];
       add_weights(r, scores,
-                  [&](int, float score) { return fmaf(score - base, multiplier, -offset); });
+                  [&](int, float score) { return fmaf(score - base, multiplier, lifted); });
     }
     return factor;
   }
@@ -142,14 +146,14 @@ struct OnlineSoftmax {
   CUTE_DEVICE PartLse part_lse(int r, bool with_care) const {
     if (row_is_empty(r)) return {-INFINITY, multiplier, 0.f};
     const float rounding = with_care ? 0.f : fmaf(row_max[r], multiplier, -rounded_logit(r));
-    return {row_max[r], multiplier, log2f(row_sum[r]) - rounding};
+    return {row_max[r], multiplier, log2f(row_sum[r]) - kLift - rounding};
   }
 
   // log2 of the sum of exp(logit), -inf for an empty row. A sink is a logit in base-2 units that
   // has no key; -inf is none.
   CUTE_DEVICE float row_lse(int r, bool with_care, float sink) const {
     if (row_is_empty(r)) return lse_with_sink(-INFINITY, sink);
-    const float sum = log2f(row_sum[r]);
+    const float sum = log2f(row_sum[r]) - kLift;
     return lse_with_sink(with_care ? fmaf(row_max[r], multiplier, sum) : rounded_logit(r) + sum,
                          sink);
   }
@@ -158,7 +162,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE float sum_with(int r, bool with_care, float sink) const {
     if (sink == -INFINITY) return row_sum[r];
     const float above = with_care ? fmaf(-row_max[r], multiplier, sink) : sink - rounded_logit(r);
-    return row_sum[r] + exp2_approx(above);
+    return row_sum[r] + exp2_approx(above + kLift);
   }
 
  private:
@@ -167,9 +171,16 @@ struct OnlineSoftmax {
   CUTE_DEVICE float raise_max(int r, Scores const& scores) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows);
-    float tile_max = scores(r, 0);
+    float maxima[kChains];
     CUTE_UNROLL
-    for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
+    for (int c = 0; c < kChains; ++c) maxima[c] = scores(r, c);
+    CUTE_UNROLL
+    for (int c = kChains; c < size<1>(scores); ++c) {
+      maxima[c % kChains] = fmaxf(maxima[c % kChains], scores(r, c));
+    }
+    float tile_max = maxima[0];
+    CUTE_UNROLL
+    for (int c = 1; c < kChains; ++c) tile_max = fmaxf(tile_max, maxima[c]);
     const float previous = row_max[r];
     row_max[r] = fmaxf(previous, quad_max(tile_max));
     return previous;

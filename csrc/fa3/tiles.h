@@ -43,4 +43,27 @@ struct Tile<HeadDims<256, 256>> {  // 64 KB + 2 x 80 KB; more keys need more tha
   static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = false;
 };
 
+// Of operands of 8 bits. Their consumers hold accumulators of S, of one tile's P V and of O.
+template <class Dims>
+struct Float8Tile;
+
+template <>
+struct Float8Tile<HeadDims<64, 64>> {  // 16 KB of Q + 4 x 16 KB + 16 KB of output
+  static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2;
+  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
+};
+template <>
+struct Float8Tile<HeadDims<128, 128>> {  // 32 KB + 4 x 32 KB + 32 KB
+  static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2;
+  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
+};
+template <>
+struct Float8Tile<HeadDims<192, 128>> {  // 48 KB + 2 x 40 KB + 32 KB
+  static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2;
+  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
+};
+
 }  // namespace prefill::fa3

@@ -1,0 +1,145 @@
+// The steps of a consumer warpgroup whose operands have 8 bits.
+#pragma once
+
+#include "fa3/consumer.cuh"
+
+namespace prefill::fa3 {
+
+// As Consumer::run, one stream of steps across row tiles, with three differences. Keys of P's
+// registers lie as WGMMA takes them, which V has been ordered for (round_to_float8). All steps keep
+// a running maximum, with care. And WGMMA keeps but some 13 bits of the fractions that it adds up in
+// one accumulator: so the product of each KV tile has accumulators of its own, and joins the output
+// in float32, in the instruction that multiplies that by the growth of the maximum.
+template <class Traits>
+CUTE_DEVICE void Consumer<Traits>::run_float8() {
+  using Weight = typename Traits::Weight;
+  using ScoresShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
+  typename Traits::MmaQk mma_qk;
+  typename Traits::MmaPv mma_pv;
+  Tensor k_tiles = make_tensor(make_smem_ptr(smem.k[0]), typename Traits::LayoutK{});
+  Tensor vt_tiles = make_tensor(make_smem_ptr(smem.v[0]), typename Traits::LayoutVt{});
+  Tensor q_rows = make_tensor(make_smem_ptr(own.q[0]), typename Traits::LayoutQ{});
+  Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);    // (MMA, MMA_M, MMA_K, PIPE)
+  Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
+  Tensor vt = mma_pv.get_slice(thread).partition_fragment_B(vt_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
+  Tensor p = make_tensor<Weight>(partition_shape_A(mma_pv, ScoresShape{}));
+  Tensor product = partition_fragment_C(mma_pv, OutputShape{});  // P V of one KV tile
+  Tensor out = partition_fragment_C(mma_pv, OutputShape{});
+  Tensor product_rows = row_column_view(product);
+  Tensor out_rows = row_column_view(out);
+
+  const auto start_qk = [&](auto& scores) {
+    turn.take();
+    smem.k_ring.wait_full(progress.steps());
+    start_gemm(mma_qk, q(_, _, _, (progress.rows() - 1) % Traits::kQStages),
+               k(_, _, _, progress.steps() % Traits::kStages), false, scores, [] {});
+  };
+  const auto finish_qk = [&](bool is_last) {
+    release(smem.k_ring, progress.steps());
+    if (is_last) release(own.q_ring, progress.rows() - 1);
+  };
+  // `is_pending`: P of the step before waits for its product.
+  const auto start_pv = [&](bool is_pending) {
+    if (is_pending) smem.v_ring.wait_full(progress.steps() - 1);
+    start_gemm<Traits::kTurnOverlap>(mma_pv, p,
+                                     vt(_, _, _, (progress.steps() - 1) % Traits::kStages), false,
+                                     product, [&] { turn.give(); });
+  };
+  const auto finish_pv = [&](bool is_pending) {
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(product);
+    if (is_pending) release(smem.v_ring, progress.steps() - 1);
+  };
+  // What the output is multiplied by: the growth of the maximum in the step of the product's P.
+  auto growth = Softmax::no_growth();
+  const auto add_product = [&] {
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(out_rows); ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(out_rows); ++c) {
+        out_rows(r, c) = fmaf(out_rows(r, c), growth[r], product_rows(r, c));
+      }
+    }
+  };
+
+  while (true) {
+    Softmax softmax(1.f);
+    while (next_rows()) {
+      const int count = rows().order.count;
+      int num_first = 1;
+      int step = 0;
+      // Steps that mask wait for the product too: registers are short. The first also ends the row
+      // tile before. Where there is none, its product multiplies what happens to be in registers
+      // and shared memory, and is forgotten.
+      for (; step < num_first; ++step) {
+        const bool has_previous = previous_rows().order.count > 0;
+        const bool is_pending = step > 0 || has_previous;
+        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
+        Tensor score_rows = row_column_view(scores);
+        start_qk(scores);
+        RowNormaliser normaliser;
+        if (step == 0) {
+          if (has_previous) normaliser = finish(previous_rows(), softmax);
+          softmax = Softmax(rows().transform.multiplier);
+          num_first = Traits::kTakesMasks ? count : rows().num_first;
+        }
+        start_pv(is_pending);
+        finish_pv(is_pending);
+        warpgroup_fence_operand(scores);
+        finish_qk(step + 1 == count);
+        add_product();
+        if (step == 0) {
+          if (has_previous) write(previous_rows(), normaliser, out);
+          clear(out);
+        }
+        if constexpr (Traits::kTakesMasks) transform(score_rows, step);
+        mask_scores(score_rows, step);
+        growth = softmax.exact_step(score_rows, /*with_care=*/true);
+        round_to_float8<Weight>(score_rows, p);
+        progress.next_step();
+      }
+      for (; step < count; ++step) {
+        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
+        Tensor score_rows = row_column_view(scores);
+        start_qk(scores);
+        start_pv(true);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(scores);
+        finish_qk(step + 1 == count);
+        const auto next_growth = softmax.exact_step(score_rows, /*with_care=*/true);
+        hold(softmax.row_sum[0] + softmax.row_sum[1]);
+        finish_pv(true);
+        round_to_float8<Weight>(score_rows, p);
+        add_product();
+        growth = next_growth;
+        progress.next_step();
+      }
+    }
+
+    const bool has_previous = previous_rows().order.count > 0;
+    turn.take();
+    start_pv(has_previous);
+    finish_pv(has_previous);
+    add_product();
+    // The rows before, and rows that see no key.
+#pragma unroll 1
+    for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {
+      if (i == 1) {
+        softmax = Softmax(rows().transform.multiplier);
+        clear(out);
+      }
+      RowTile const& which = i == 1 ? rows() : previous_rows();
+      write(which, finish(which, softmax), out);
+    }
+    release(own.q_ring, progress.rows() - 1);
+    if (rows().is_end()) {
+      if (thread == 0) smem.redo_list.arrive();  // empty: the producer's next pass does not come
+      break;
+    }
+  }
+  turn.finish();
+  if (Traits::kStagesOutput && thread == 0)
+    tma_store_wait<0>();  // shared memory goes with the block
+}
+
+}  // namespace prefill::fa3
