@@ -66,12 +66,11 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
     Softmax softmax(1.f);
     while (next_rows()) {
       const int count = rows().order.count;
-      int num_first = 1;
       int step = 0;
       // Steps that mask wait for the product too: registers are short. The first also ends the row
       // tile before. Where there is none, its product multiplies what happens to be in registers
       // and shared memory, and is forgotten.
-      for (; step < num_first; ++step) {
+      do {
         const bool has_previous = previous_rows().order.count > 0;
         const bool is_pending = step > 0 || has_previous;
         Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
@@ -81,7 +80,6 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         if (step == 0) {
           if (has_previous) normaliser = finish(previous_rows(), softmax);
           softmax = Softmax(rows().transform.multiplier);
-          num_first = Traits::kTakesMasks ? count : rows().num_first;
         }
         start_pv(is_pending);
         finish_pv(is_pending);
@@ -97,15 +95,15 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         growth = softmax.exact_step(score_rows, /*with_care=*/true);
         round_to_float8<Weight>(score_rows, p);
         progress.next_step();
-      }
-      for (; step < count; ++step) {
+      } while (++step < (Traits::kTakesMasks ? count : rows().num_first));
+      for (int left = count - step; left > 0; --left) {
         Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
         Tensor score_rows = row_column_view(scores);
         start_qk(scores);
         start_pv(true);
         warpgroup_wait<1>();
         warpgroup_fence_operand(scores);
-        finish_qk(step + 1 == count);
+        finish_qk(left == 1);
         const auto next_growth = softmax.exact_step(score_rows, /*with_care=*/true);
         hold(softmax.row_sum[0] + softmax.row_sum[1]);
         finish_pv(true);

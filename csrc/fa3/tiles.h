@@ -61,7 +61,7 @@ struct Float8Tile<HeadDims<128, 128>> {  // 32 KB + 4 x 32 KB + 32 KB
 };
 template <>
 struct Float8Tile<HeadDims<192, 128>> {  // 48 KB + 2 x 40 KB + 32 KB
-  static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2;
+  static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 2;
   static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
   static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
 };
