@@ -96,7 +96,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         round_to_float8<Weight>(score_rows, p);
         progress.next_step();
       } while (++step < (Traits::kTakesMasks ? count : rows().num_first));
-      for (int left = count - step; left > 0; --left) {
+      for (int left = Traits::kTakesMasks ? 0 : count - step; left > 0; --left) {
         Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
         Tensor score_rows = row_column_view(scores);
         start_qk(scores);

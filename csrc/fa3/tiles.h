@@ -21,25 +21,25 @@ struct Tile;
 template <>
 struct Tile<HeadDims<64, 64>> {  // 24 KB of Q + 2 x 28 KB. 128 keys would spill
   static constexpr int kWarpgroups = 3, kN = 112, kStages = 2, kQStages = 1;
-  static constexpr int kProducerRegisters = 32, kTurnOverlap = 0;
+  static constexpr int kProducerRegisters = 32, kMaskProducerRegisters = 32, kTurnOverlap = 0;
   static constexpr bool kKeepsQ = true, kHoldsWaits = false, kStagesOutput = false;
 };
 template <>
 struct Tile<HeadDims<128, 128>> {  // 2 x 32 KB + 2 x 64 KB + 32 KB of output
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 2;
-  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr int kProducerRegisters = 40, kMaskProducerRegisters = 40, kTurnOverlap = 2;
   static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = true;
 };
 template <>
 struct Tile<HeadDims<192, 128>> {  // 48 KB + 2 x 80 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 1;
-  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr int kProducerRegisters = 40, kMaskProducerRegisters = 40, kTurnOverlap = 2;
   static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = false;
 };
 template <>
 struct Tile<HeadDims<256, 256>> {  // 64 KB + 2 x 80 KB; more keys need more than 227 KB
   static constexpr int kWarpgroups = 2, kN = 80, kStages = 2, kQStages = 1;
-  static constexpr int kProducerRegisters = 24, kTurnOverlap = 2;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24, kTurnOverlap = 2;
   static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = false;
 };
 
@@ -50,19 +50,19 @@ struct Float8Tile;
 template <>
 struct Float8Tile<HeadDims<64, 64>> {  // 16 KB of Q + 4 x 16 KB + 16 KB of output
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2;
-  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 2;
   static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
 };
 template <>
 struct Float8Tile<HeadDims<128, 128>> {  // 32 KB + 4 x 32 KB + 32 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2;
-  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 2;
   static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
 };
 template <>
-struct Float8Tile<HeadDims<192, 128>> {  // 48 KB + 2 x 40 KB + 32 KB
-  static constexpr int kWarpgroups = 2, kN = 128, kStages = 2, kQStages = 2;
-  static constexpr int kProducerRegisters = 40, kTurnOverlap = 2;
+struct Float8Tile<HeadDims<192, 128>> {  // 24 KB + 4 x 40 KB + 32 KB
+  static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 1;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24, kTurnOverlap = 2;
   static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
 };
 

@@ -67,7 +67,8 @@ struct Traits {
   // A block gets as many registers as its threads may have at its start, in eights; setmaxnreg
   // moves them from the producer to the consumers. More than there are would never be granted.
   static constexpr int kSharedRegisters = 65536 / kThreads / 8 * 8 * (kWarpgroups + 1);
-  static constexpr int kProducerRegisters = Tile::kProducerRegisters;
+  static constexpr int kProducerRegisters =
+      kTakesMasks ? Tile::kMaskProducerRegisters : Tile::kProducerRegisters;
   static constexpr int kConsumerRegisters =
       (kSharedRegisters - kProducerRegisters) / kWarpgroups / 8 * 8;
 
