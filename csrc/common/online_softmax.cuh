@@ -58,11 +58,12 @@ struct OnlineSoftmax {
     return ones;
   }
 
-  // Turns scores into exp2(logit - max + kLift) in place. What was summed before must be multiplied by the
+  // Turns scores into exp2(logit - max) in place. What was summed before must be multiplied by the
   // row factors that come back. With care in all of a row's steps or in none. There is no branch: a
   // row's maximum is found beside another's.
   template <class Scores>
   CUTE_DEVICE Row exact_step(Scores& scores, bool with_care) {
+    static_assert(kLift == 0);
     Row factor;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -71,12 +72,34 @@ struct OnlineSoftmax {
       const float base = with_care ? maximum : 0.f;
       // Finite, as sums are kept: so NaN comes of scores alone (anchor_held).
       const float offset = with_care ? 0.f : fmaxf(__fmul_rn(maximum, multiplier), -kMaxFloat);
-      const float lifted = -(offset - kLift);
       factor[r] = exp2_approx(with_care ? (previous - base) * multiplier
                                         : __fmul_rn(previous, multiplier) - offset);
       row_sum[r] = (with_care ? row_sum[r] : finite_or_nan(row_sum[r])) * factor[r];
       add_weights(r, scores,
-                  [&](int, float score) { return fmaf(score - base, multiplier, lifted); });
+                  [&](int, float score) { return fmaf(score - base, multiplier, -offset); });
+    }
+    return factor;
+  }
+
+  // The same with care, lifted. Only rows that are steep at this step pay for it: elsewhere the
+  // rounding of the maximal logit, which all of a step's weights share, is too small to be seen.
+  template <class Scores>
+  CUTE_DEVICE Row careful_step(Scores& scores) {
+    Row factor;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float previous = raise_max(r, scores);
+      const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
+      factor[r] = exp2_approx((previous - maximum) * multiplier);
+      row_sum[r] *= factor[r];
+      float offset = __fmul_rn(maximum, multiplier);
+      if (__any_sync(0xffffffffu, !(fabsf(offset) < kSteep))) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= maximum;
+        offset = 0.f;
+      }
+      const float lifted = -(offset - kLift);
+      add_weights(r, scores, [&](int, float score) { return fmaf(score, multiplier, lifted); });
     }
     return factor;
   }

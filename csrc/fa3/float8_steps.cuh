@@ -92,7 +92,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         }
         if constexpr (Traits::kTakesMasks) transform(score_rows, step);
         mask_scores(score_rows, step);
-        growth = softmax.exact_step(score_rows, /*with_care=*/true);
+        growth = softmax.careful_step(score_rows);
         round_to_float8<Weight>(score_rows, p);
         progress.next_step();
       } while (++step < (Traits::kTakesMasks ? count : rows().num_first));
@@ -104,7 +104,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         warpgroup_wait<1>();
         warpgroup_fence_operand(scores);
         finish_qk(left == 1);
-        const auto next_growth = softmax.exact_step(score_rows, /*with_care=*/true);
+        const auto next_growth = softmax.careful_step(score_rows);
         hold(softmax.row_sum[0] + softmax.row_sum[1]);
         finish_pv(true);
         round_to_float8<Weight>(score_rows, p);
