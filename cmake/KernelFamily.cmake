@@ -1,5 +1,5 @@
-# Turns the list (PrefillKernels.cmake) into object libraries, one for each call of it, and into the tables
-# that C++ reads. All generated files lie in the build directory and change only when their content
+# Turns the list (PrefillKernels.cmake) into object libraries, one for each of its calls, and into the
+# tables that C++ reads. All generated files lie in the build directory and change only when their content
 # does.
 #
 # prefill_kernel_family(<backend> [NAME ...] ARCHS ... DTYPES ... HEAD_DIMS ... [EXTENDED_MMA ...])
