@@ -21,12 +21,15 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
   Tensor q_rows = make_tensor(make_smem_ptr(own.q[0]), typename Traits::LayoutQ{});
   Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);    // (MMA, MMA_M, MMA_K, PIPE)
   Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
-  Tensor vt = mma_pv.get_slice(thread).partition_fragment_B(vt_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
+  // In chunks of the head dim: (MMA, MMA_N, MMA_K, CHUNK, PIPE).
+  using ChunkShape = Shape<Int<Traits::kChunkVo>, Int<Traits::kN>>;
+  Tensor vt = mma_pv.get_slice(thread).partition_fragment_B(
+      local_tile(vt_tiles, ChunkShape{}, make_coord(_, _0{}, _)));
+  constexpr int kChunks = Dims::kVo / Traits::kChunkVo;
   Tensor p = make_tensor<Weight>(partition_shape_A(mma_pv, ScoresShape{}));
-  Tensor product = partition_fragment_C(mma_pv, OutputShape{});  // P V of one KV tile
+  Tensor product =  // P V of one KV tile, of a chunk
+      partition_fragment_C(mma_pv, Shape<Int<kWarpgroupRows>, Int<Traits::kChunkVo>>{});
   Tensor out = partition_fragment_C(mma_pv, OutputShape{});
-  Tensor product_rows = row_column_view(product);
-  Tensor out_rows = row_column_view(out);
 
   const auto start_qk = [&](auto& scores) {
     turn.take();
@@ -42,22 +45,27 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
   const auto start_pv = [&](bool is_pending) {
     if (is_pending) smem.v_ring.wait_full(progress.steps() - 1);
     start_gemm<Traits::kTurnOverlap>(mma_pv, p,
-                                     vt(_, _, _, (progress.steps() - 1) % Traits::kStages), false,
-                                     product, [&] { turn.give(); });
-  };
-  const auto finish_pv = [&](bool is_pending) {
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(product);
-    if (is_pending) release(smem.v_ring, progress.steps() - 1);
+                                     vt(_, _, _, 0, (progress.steps() - 1) % Traits::kStages),
+                                     false, product, [&] { turn.give(); });
   };
   // What the output is multiplied by: the growth of the maximum in the step of the product's P.
   auto growth = Softmax::no_growth();
-  const auto add_product = [&] {
+  const auto finish_pv = [&](bool is_pending) {
+    constexpr int kSize = decltype(size(product))::value;
     CUTE_UNROLL
-    for (int r = 0; r < size<0>(out_rows); ++r) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(product);
+      if (is_pending && chunk + 1 == kChunks) release(smem.v_ring, progress.steps() - 1);
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(out_rows); ++c) {
-        out_rows(r, c) = fmaf(out_rows(r, c), growth[r], product_rows(r, c));
+      for (int i = 0; i < kSize; ++i) {  // pairs are of a thread's two rows in turn
+        float& sum = out(chunk * kSize + i);
+        sum = fmaf(sum, growth[i / 2 % 2], product(i));
+      }
+      if (chunk + 1 < kChunks) {
+        start_gemm(mma_pv, p,
+                   vt(_, _, _, chunk + 1, (progress.steps() - 1) % Traits::kStages), false, product,
+                   [] {});
       }
     }
   };
@@ -82,10 +90,10 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
           softmax = Softmax(rows().transform.multiplier);
         }
         start_pv(is_pending);
-        finish_pv(is_pending);
+        warpgroup_wait<0>();
         warpgroup_fence_operand(scores);
         finish_qk(step + 1 == count);
-        add_product();
+        finish_pv(is_pending);
         if (step == 0) {
           if (has_previous) write(previous_rows(), normaliser, out);
           clear(out);
@@ -108,7 +116,6 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         hold(softmax.row_sum[0] + softmax.row_sum[1]);
         finish_pv(true);
         round_to_float8<Weight>(score_rows, p);
-        add_product();
         growth = next_growth;
         progress.next_step();
       }
@@ -118,7 +125,6 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
     turn.take();
     start_pv(has_previous);
     finish_pv(has_previous);
-    add_product();
     // The rows before, and rows that see no key.
 #pragma unroll 1
     for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {

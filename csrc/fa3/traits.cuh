@@ -28,13 +28,18 @@ CUTE_DEVICE T& afresh(T& value) {
   return *place;
 }
 
+// Rows of so many elements side by side, of 128 bytes or of 64, swizzled over as many.
+template <class T, int kColumns>
+using LayoutAtomK = std::conditional_t<kColumns * sizeof(T) == 128, GMMA::Layout_K_SW128_Atom<T>,
+                                       GMMA::Layout_K_SW64_Atom<T>>;
+
 // V as the B operand of P V, (head_dim_vo, keys, stages): keys run along the rows of a box, of 8
 // bits head dims do.
-template <class T, int kVo, int kN, int kStages>
+template <class T, int kVo, int kN, int kStages, int kColumns>
 CUTE_HOST_DEVICE constexpr auto layout_vt() {
   using VtShape = Shape<Int<kVo>, Int<kN>, Int<kStages>>;
   if constexpr (sizeof(T) == 1) {
-    return tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, VtShape{});
+    return tile_to_shape(LayoutAtomK<T, kColumns>{}, VtShape{});
   } else {
     return tile_to_shape(GMMA::Layout_MN_SW128_Atom<T>{}, VtShape{}, Step<_2, _1, _3>{});
   }
@@ -75,10 +80,12 @@ struct Traits {
   // Each consumer warpgroup multiplies its own 64 rows.
   using MmaQk = decltype(make_tiled_mma(
       GMMA::ss_op_selector<T, T, float, Shape<_64, Int<kN>, Int<Dims::kQk>>>()));
+  // Columns of the output whose product with V is worked on at a time.
+  static constexpr int kChunkVo = Tile::kChunkVo;
   // Of 8 bits WGMMA takes keys side by side alone: V has been transposed (transpose_v.h).
   static constexpr GMMA::Major kMajorV = kIsFloat8 ? GMMA::Major::K : GMMA::Major::MN;
   using MmaPv = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Weight, T, float, Shape<_64, Int<Dims::kVo>, Int<kN>>, GMMA::Major::K,
+      GMMA::rs_op_selector<Weight, T, float, Shape<_64, Int<kChunkVo>, Int<kN>>, GMMA::Major::K,
                            kMajorV>()));
 
   static_assert(get<1>(typename MmaQk::AtomShape_MNK{}) == kN,
@@ -87,14 +94,13 @@ struct Traits {
   // A tile is a row of boxes as TMA writes them: rows of 128 bytes, or 64 where that does not divide
   // the head dim, swizzled over as many.
   static constexpr int kColumns = Dims::kQk * sizeof(T) % 128 == 0 ? 128 / sizeof(T) : 64;
-  using LayoutAtom = std::conditional_t<kColumns * sizeof(T) == 128, GMMA::Layout_K_SW128_Atom<T>,
-                                        GMMA::Layout_K_SW64_Atom<T>>;
+  using LayoutAtom = LayoutAtomK<T, kColumns>;
   using LayoutQ = decltype(tile_to_shape(
       LayoutAtom{}, Shape<Int<kWarpgroupRows>, Int<Dims::kQk>, Int<kQStages>>{}));
   using LayoutK =
       decltype(tile_to_shape(LayoutAtom{}, Shape<Int<kN>, Int<Dims::kQk>, Int<kStages>>{}));
-  static constexpr int kColumnsV = 128 / sizeof(T);
-  using LayoutVt = decltype(layout_vt<T, Dims::kVo, kN, kStages>());
+  static constexpr int kColumnsV = kIsFloat8 && kN % 128 != 0 ? 64 : 128 / sizeof(T);
+  using LayoutVt = decltype(layout_vt<T, Dims::kVo, kN, kStages, kColumnsV>());
   static constexpr int kColumnsOut = 64;  // of a box of the output
 
   // The producer is at most two ahead of the row tile that a consumer works on, while the one
