@@ -74,36 +74,44 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
     Softmax softmax(1.f);
     while (next_rows()) {
       const int count = rows().order.count;
-      int step = 0;
-      // Steps that mask wait for the product too: registers are short. The first also ends the row
-      // tile before. Where there is none, its product multiplies what happens to be in registers
-      // and shared memory, and is forgotten.
-      do {
-        const bool has_previous = previous_rows().order.count > 0;
-        const bool is_pending = step > 0 || has_previous;
-        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
-        Tensor score_rows = row_column_view(scores);
-        start_qk(scores);
-        RowNormaliser normaliser;
-        if (step == 0) {
-          if (has_previous) normaliser = finish(previous_rows(), softmax);
-          softmax = Softmax(rows().transform.multiplier);
-        }
-        start_pv(is_pending);
+      // Steps that mask wait for both products: registers are short.
+      const auto finish_both = [&](auto& scores, bool is_pending, bool is_last) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(scores);
-        finish_qk(step + 1 == count);
+        finish_qk(is_last);
         finish_pv(is_pending);
-        if (step == 0) {
-          if (has_previous) write(previous_rows(), normaliser, out);
-          clear(out);
-        }
+      };
+      const auto weigh_masked = [&](auto& scores, int step) {
+        Tensor score_rows = row_column_view(scores);
         if constexpr (Traits::kTakesMasks) transform(score_rows, step);
         mask_scores(score_rows, step);
         growth = softmax.careful_step(score_rows);
         round_to_float8<Weight>(score_rows, p);
         progress.next_step();
-      } while (++step < (Traits::kTakesMasks ? count : rows().num_first));
+      };
+      // The first also ends the row tile before. Where there is none, its product multiplies what
+      // happens to be in registers and shared memory, and is forgotten.
+      {
+        const bool has_previous = previous_rows().order.count > 0;
+        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
+        start_qk(scores);
+        RowNormaliser normaliser;
+        if (has_previous) normaliser = finish(previous_rows(), softmax);
+        start_pv(has_previous);
+        finish_both(scores, has_previous, count == 1);
+        if (has_previous) write(previous_rows(), normaliser, out);
+        softmax = Softmax(rows().transform.multiplier);
+        weigh_masked(scores, 0);
+        clear(out);
+      }
+      int step = 1;
+      for (; step < (Traits::kTakesMasks ? count : rows().num_first); ++step) {
+        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
+        start_qk(scores);
+        start_pv(true);
+        finish_both(scores, true, step + 1 == count);
+        weigh_masked(scores, step);
+      }
       for (int left = Traits::kTakesMasks ? 0 : count - step; left > 0; --left) {
         Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
         Tensor score_rows = row_column_view(scores);
