@@ -21,11 +21,9 @@ prefill_kernel_family(
   HEAD_DIMS 64x64 128x128 192x128 256x256
   EXTENDED_MMA 64x64 256x256)
 
-# 256x256 has no registers for what products of 8 bits ask for (csrc/fa3/README.md): its tensors are
-# widened to 16.
 prefill_kernel_family(
   fa3
   NAME fa3_float8
   ARCHS 90a-real
   DTYPES float8_e4m3 float8_e5m2
-  HEAD_DIMS 64x64 128x128 192x128)
+  HEAD_DIMS 64x64 128x128 192x128 256x256)

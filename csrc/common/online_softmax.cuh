@@ -25,8 +25,8 @@ CUTE_DEVICE float quad_sum(float x) {
 }
 
 // Weights are lifted by a power of two, kLift, where their type has little room below 1; so are
-// their sums, but nothing that is told of a row. kChains: the partial maxima of a row's scores, which
-// do not wait for each other.
+// their sums, but nothing that is told of a row. kChains: the partial maxima of a row's scores,
+// which do not wait for each other.
 template <int kRows_, int kLift = 0, int kChains = 1>
 struct OnlineSoftmax {
   static constexpr int kRows = kRows_;

@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <sstream>
@@ -34,12 +35,13 @@ Backend parse_backend(const std::string& backend) {
 }
 
 DType parse_dtype(const std::string& dtype) {
-  for (DType known : {DType::float16, DType::bfloat16, DType::float8_e4m3, DType::float8_e5m2}) {
-    if (dtype == name(known)) return known;
-  }
-  STD_TORCH_CHECK(false, "dtype must be float16, bfloat16, float8_e4m3fn or float8_e5m2, got ",
-                  dtype);
-}
+  constexpr DType kKnown[] = {DType::float16, DType::bfloat16, DType::float8_e4m3,
+                              DType::float8_e5m2};
+  const auto* found = std::find_if(std::begin(kKnown), std::end(kKnown),
+                                   [&](DType known) { return dtype == name(known); });
+  STD_TORCH_CHECK(found != std::end(kKnown),
+                  "dtype must be float16, bfloat16, float8_e4m3fn or float8_e5m2, got ", dtype);
+  return *found;
 }
 
 SourceType source_type(const Tensor& tensor) {
@@ -66,9 +68,9 @@ OutputType output_type(const Tensor& out) {
   }
 }
 
-// The dtype of the kernel for a call: q's. Unless there is a kernel for them (float8_kernel), float8
-// tensors are widened, exactly by either, to what is written; else to float16, which rounds softmax
-// weights less.
+// The dtype of the kernel for a call: q's. Unless there is a kernel for them (float8_kernel),
+// float8 tensors are widened, exactly by either, to what is written; else to float16, which rounds
+// softmax weights less.
 DType kernel_dtype(const Tensor& q, OutputType out) {
   if (q.scalar_type() == ScalarType::Half) return DType::float16;
   if (q.scalar_type() == ScalarType::BFloat16) return DType::bfloat16;
@@ -194,8 +196,7 @@ const KernelEntry* float8_kernel(Backend backend, const Tensor& q, const Tensor&
   const bool is_one_type = types.q == types.k && types.q == types.v;
   if (types.q == SourceType::same || !is_one_type || rope) return nullptr;
   if (!is_aligned(q, 16) || !is_aligned(k, 16) || !is_aligned(v, 16)) return nullptr;
-  const DType dtype =
-      types.q == SourceType::float8_e4m3 ? DType::float8_e4m3 : DType::float8_e5m2;
+  const DType dtype = types.q == SourceType::float8_e4m3 ? DType::float8_e4m3 : DType::float8_e5m2;
   return find_kernel(backend, dtype, static_cast<int>(q.size(2)), static_cast<int>(v.size(2)));
 }
 
@@ -256,8 +257,9 @@ Tensor transpose_values(const Tensor& v, const KernelEntry& kernel, PrefillParam
   Tensor workspace = torch::stable::new_empty(v, {pass.workspace_bytes()}, ScalarType::Byte);
   pass.carve(workspace.data_ptr(), params);
   const cudaError_t error = transpose_v(pass, has_programmatic_passes(kernel), stream);
-  STD_TORCH_CHECK(error == cudaSuccess, "the pass over v failed to launch: ",
-                  cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
+  STD_TORCH_CHECK(error == cudaSuccess,
+                  "the pass over v failed to launch: ", cudaGetErrorName(error), " (",
+                  cudaGetErrorString(error), ")");
   return workspace;
 }
 

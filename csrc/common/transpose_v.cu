@@ -23,8 +23,7 @@ __device__ void load(const TransposePass& pass, const Block& block, uint4* chunk
     loaded[i] = make_uint4(0, 0, 0, 0);
     if (key < pass.kv_len && dim < pass.head_dim) {
       // The source is read once: what is written is worth more in the L2 cache.
-      loaded[i] =
-          __ldcs(reinterpret_cast<const uint4*>(source + key * pass.v.token_stride + dim));
+      loaded[i] = __ldcs(reinterpret_cast<const uint4*>(source + key * pass.v.token_stride + dim));
     }
   }
 #pragma unroll

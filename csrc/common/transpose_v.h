@@ -1,6 +1,6 @@
-// V made ready for kernels of 8 bits: the pass that transposes it, so that the keys of a dim lie side
-// by side, in the order in which a thread's softmax weights meet them. What it is made of is host and
-// device code, and brute-forced on the host.
+// V made ready for kernels of 8 bits: the pass that transposes it, so that the keys of a dim lie
+// side by side, in the order in which a thread's softmax weights meet them. What it is made of is
+// host and device code, and brute-forced on the host.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,8 +19,8 @@ inline constexpr int kTransposeKeys = 128;
 inline constexpr int kTransposeDims = 128;
 
 // Which of a group of 16 keys lies at a position of the transposed V. Thread l of a quad holds
-// columns 2l and 2l + 1 of every 8 of S, but takes positions 4l to 4l + 3 of 16 of P for WGMMA: what
-// lies there in V belongs to the columns that it holds.
+// columns 2l and 2l + 1 of every 8 of S, but takes positions 4l to 4l + 3 of 16 of P for WGMMA:
+// what lies there in V belongs to the columns that it holds.
 PREFILL_HOST_DEVICE constexpr int transposed_key(int position) {
   return position % 4 / 2 * 8 + position / 4 * 2 + position % 2;
 }
@@ -41,8 +41,9 @@ struct TransposeItem {
 inline constexpr int kTransposeThreads =
     TransposeItem::kGroups * (kTransposeDims / TransposeItem::kDims);
 
-// Where the block's shared memory has 16 dims (a chunk) of a key, in chunks: so that neither writers,
-// with the chunks of a key side by side, nor readers, with 4 dims of 8 groups, meet in a bank.
+// Where the block's shared memory has 16 dims (a chunk) of a key, in chunks: so that neither
+// writers, with the chunks of a key side by side, nor readers, with 4 dims of 8 groups, meet in a
+// bank.
 PREFILL_HOST_DEVICE constexpr int transpose_chunk(int key, int chunk) {
   constexpr int kChunks = kTransposeDims / 16;
   return key * kChunks + (chunk ^ key / TransposeItem::kKeys % kChunks);
@@ -110,8 +111,8 @@ struct TransposePass {
   }
 };
 
-// Fills the target, which TransposePass::carve gave: keys past the last one are zero. `programmatic`:
-// as pass_launch.cuh has it.
+// Fills the target, which TransposePass::carve gave: keys past the last one are zero.
+// `programmatic`: as pass_launch.cuh has it.
 cudaError_t transpose_v(const TransposePass& pass, bool programmatic, cudaStream_t stream);
 
 }  // namespace prefill

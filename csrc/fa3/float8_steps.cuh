@@ -7,9 +7,9 @@ namespace prefill::fa3 {
 
 // As Consumer::run, one stream of steps across row tiles, with three differences. Keys of P's
 // registers lie as WGMMA takes them, which V has been ordered for (round_to_float8). All steps keep
-// a running maximum, with care. And WGMMA keeps but some 13 bits of the fractions that it adds up in
-// one accumulator: so the product of each KV tile has accumulators of its own, and joins the output
-// in float32, in the instruction that multiplies that by the growth of the maximum.
+// a running maximum, with care. And WGMMA keeps but some 13 bits of the fractions that it adds up
+// in one accumulator: so the product of each KV tile has accumulators of its own, and joins the
+// output in float32, in the instruction that multiplies that by the growth of the maximum.
 template <class Traits>
 CUTE_DEVICE void Consumer<Traits>::run_float8() {
   using Weight = typename Traits::Weight;
@@ -19,7 +19,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
   Tensor k_tiles = make_tensor(make_smem_ptr(smem.k[0]), typename Traits::LayoutK{});
   Tensor vt_tiles = make_tensor(make_smem_ptr(smem.v[0]), typename Traits::LayoutVt{});
   Tensor q_rows = make_tensor(make_smem_ptr(own.q[0]), typename Traits::LayoutQ{});
-  Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);    // (MMA, MMA_M, MMA_K, PIPE)
+  Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);   // (MMA, MMA_M, MMA_K, PIPE)
   Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
   // In chunks of the head dim: (MMA, MMA_N, MMA_K, CHUNK, PIPE).
   using ChunkShape = Shape<Int<Traits::kChunkVo>, Int<Traits::kN>>;
@@ -63,9 +63,8 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         sum = fmaf(sum, growth[i / 2 % 2], product(i));
       }
       if (chunk + 1 < kChunks) {
-        start_gemm(mma_pv, p,
-                   vt(_, _, _, chunk + 1, (progress.steps() - 1) % Traits::kStages), false, product,
-                   [] {});
+        start_gemm(mma_pv, p, vt(_, _, _, chunk + 1, (progress.steps() - 1) % Traits::kStages),
+                   false, product, [] {});
       }
     }
   };

@@ -83,9 +83,8 @@ struct Producer {
     auto& full = smem.v_ring.full[stage];
     constexpr auto kHint = TMA::CacheHintSm90::EVICT_LAST;
     if constexpr (Traits::kIsFloat8) {
-      load_tile<Traits::Dims::kVo, Traits::kN, Traits::kColumnsV>(maps.v, smem.v[stage], full,
-                                                                  kHint, 0, v_head,
-                                                                  v_tile * Traits::kN);
+      load_tile<Traits::Dims::kVo, Traits::kN, Traits::kColumnsV>(
+          maps.v, smem.v[stage], full, kHint, 0, v_head, v_tile * Traits::kN);
     } else {
       load_tile<Traits::kN, Traits::Dims::kVo, Traits::kColumnsV>(
           maps.v, smem.v[stage], full, kHint, v_tile * Traits::kN, v_head);
@@ -164,8 +163,8 @@ struct Producer {
         mask.window_right == 0 && order.first < order.end && !has_custom_mask() && tile.is_whole();
     const bool is_short = order.count * Traits::kN <= Traits::kShortRow && !has_nearest;
     // Over a sum of up to 2^40 a smaller value scale might vanish.
-    const bool is_careful =
-        !Traits::kHasAnchors || is_short || redo || is_late(work.round) || is_scaled || !(fabsf(v_scale) >= 0x1p-80f);
+    const bool is_careful = !Traits::kHasAnchors || is_short || redo || is_late(work.round) ||
+                            is_scaled || !(fabsf(v_scale) >= 0x1p-80f);
     // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
     // more.
     const int num_masked = max(order.num_masked, 1);

@@ -69,8 +69,8 @@ cudaError_t encode(CUtensorMap& map, void* data, const MapElements& elements, in
     box[i + 1] = static_cast<cuuint32_t>(dims[i].box);
     element_strides[i + 1] = 1;
   }
-  const auto swizzle = elements.box * elements.bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
-                                                            : CU_TENSOR_MAP_SWIZZLE_64B;
+  const auto swizzle =
+      elements.box * elements.bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result =
       encoder(&map, elements.type, kDims + 1, data, sizes, strides, box, element_strides,
               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -91,8 +91,8 @@ struct Traits {
   static_assert(get<1>(typename MmaQk::AtomShape_MNK{}) == kN,
                 "this number of keys needs CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED");
 
-  // A tile is a row of boxes as TMA writes them: rows of 128 bytes, or 64 where that does not divide
-  // the head dim, swizzled over as many.
+  // A tile is a row of boxes as TMA writes them: rows of 128 bytes, or 64 where that does not
+  // divide the head dim, swizzled over as many.
   static constexpr int kColumns = Dims::kQk * sizeof(T) % 128 == 0 ? 128 / sizeof(T) : 64;
   using LayoutAtom = LayoutAtomK<T, kColumns>;
   using LayoutQ = decltype(tile_to_shape(

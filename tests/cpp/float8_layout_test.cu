@@ -14,24 +14,22 @@ using prefill::Scores;
 using prefill::fa3::kWarpgroupRows;
 using prefill::fa3::kWarpgroupThreads;
 
-// Byte `i` of a thread's P is at a position of the keys of V, in a row. There a thread has the score
-// that round_to_float8 takes for it.
+// Byte `i` of a thread's P is at a position of the keys of V, in a row. There a thread has the
+// score that round_to_float8 takes for it.
 template <class Traits>
 void check_weights() {
   using Pv = typename Traits::MmaPv;
   using ScoresShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
   for (int thread = 0; thread < kWarpgroupThreads; ++thread) {
-    const auto scores = typename Traits::MmaQk{}.get_slice(thread).partition_C(
-        make_identity_tensor(ScoresShape{}));
+    const auto scores =
+        typename Traits::MmaQk{}.get_slice(thread).partition_C(make_identity_tensor(ScoresShape{}));
     const auto rows = make_tensor(scores.data(), prefill::row_column_layout(scores.layout()));
-    const auto weights =
-        Pv{}.get_slice(thread).partition_A(make_identity_tensor(ScoresShape{}));
+    const auto weights = Pv{}.get_slice(thread).partition_A(make_identity_tensor(ScoresShape{}));
     CHECK_EQ(int{size(weights)}, int{size(scores)});
     for (int c = 0; c < size<1>(rows); ++c) {
       for (int r = 0; r < 2; ++r) {
         const auto position = weights((c / 4 * 2 + r) * 4 + c % 4);
-        const int key =
-            get<1>(position) / 16 * 16 + prefill::transposed_key(get<1>(position) % 16);
+        const int key = get<1>(position) / 16 * 16 + prefill::transposed_key(get<1>(position) % 16);
         CHECK_EQ(int(get<0>(position)), int(get<0>(rows(r, c))));
         CHECK_EQ(key, int(get<1>(rows(r, c))));
       }
@@ -74,5 +72,6 @@ int main() {
   check_class<DType::float8_e4m3, 64, 64>();
   check_class<DType::float8_e4m3, 128, 128>();
   check_class<DType::float8_e5m2, 192, 128>();
+  check_class<DType::float8_e4m3, 256, 256>();
   return prefill::test::result();
 }

@@ -419,7 +419,8 @@ std::vector<Case> large_cases(const KernelEntry& entry, int num_sms) {
   const KernelInfo info = entry.info();
   constexpr int U = kUnbounded;
   // Two KV heads of 17 MB are more than TileSchedule lets share the L2 cache.
-  const int long_kv = (17 << 20) / (static_cast<int>(sizeof(T)) * (entry.head_dim_qk + entry.head_dim_vo));
+  const int long_kv =
+      (17 << 20) / (static_cast<int>(sizeof(T)) * (entry.head_dim_qk + entry.head_dim_vo));
   const int third = num_sms / 3 + 1;
   return {
       {"three rounds", info.tile_m + 1, info.tile_n + 1, num_sms / 2 + 2, 2, U, 0, Layout::nhd},

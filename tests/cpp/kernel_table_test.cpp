@@ -74,8 +74,7 @@ void check_lookup(const Row& wanted) {
 void check_lookups() {
   constexpr int kAboveAll = 264;
   for (Backend backend : {Backend::fa2, Backend::fa3}) {
-    for (DType dtype :
-         {DType::float16, DType::bfloat16, DType::float8_e4m3, DType::float8_e5m2}) {
+    for (DType dtype : {DType::float16, DType::bfloat16, DType::float8_e4m3, DType::float8_e5m2}) {
       for (int qk = 8; qk <= kAboveAll; qk += 8) {
         for (int vo = 8; vo <= kAboveAll; vo += 8) check_lookup({backend, dtype, qk, vo});
         CHECK(prefill::find_kernel(backend, dtype, qk, kAboveAll) == nullptr);

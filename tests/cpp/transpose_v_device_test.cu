@@ -1,5 +1,5 @@
-// The pass that transposes V against loops, byte by byte: any head dims, lengths and strides that it
-// is for.
+// The pass that transposes V against loops, byte by byte: any head dims, lengths and strides that
+// it is for.
 #include <cstring>
 #include <ostream>
 #include <vector>
@@ -68,9 +68,10 @@ void run_case(const Case& test, Random& random) {
       for (int position = 0; position < params.vt.keys; ++position, ++i) {
         const int key = position / 16 * 16 + transposed_key(position % 16);
         if (position < first_key) continue;
-        expected[i] = key >= test.kv_len ? 0
-                                         : values[static_cast<size_t>(key) * token_stride +
-                                                  head * head_stride + dim];
+        expected[i] =
+            key >= test.kv_len
+                ? 0
+                : values[static_cast<size_t>(key) * token_stride + head * head_stride + dim];
       }
     }
   }

@@ -1,5 +1,5 @@
-// The parts of the pass that transposes V, by marking every element; and that its accesses to shared
-// memory meet in no bank.
+// The parts of the pass that transposes V, by marking every element; and that its accesses to
+// shared memory meet in no bank.
 #include "common/transpose_v.h"
 
 #include <algorithm>
