@@ -1,11 +1,12 @@
-# Turns the list (PrefillKernels.cmake) into object libraries, one per backend, and into the tables
-# that C++ reads. All generated files lie in the build directory and change only when their content
+# Turns the list (PrefillKernels.cmake) into object libraries, one for each of its calls, and into the
+# tables that C++ reads. All generated files lie in the build directory and change only when their content
 # does.
 #
-# prefill_kernel_family(<backend> ARCHS ... DTYPES ... HEAD_DIMS ... [EXTENDED_MMA ...])
-#   one .cu with the explicit instantiations of each (backend, dtype, head-dim class); EXTENDED_MMA
-#   names the classes whose tiles need CuTe's rarer WGMMA shapes, a header that costs a minute.
-#   ptxas's report stays beside each object, for a test (ptxas_report.py)
+# prefill_kernel_family(<backend> [NAME ...] ARCHS ... DTYPES ... HEAD_DIMS ... [EXTENDED_MMA ...])
+#   the library prefill_<NAME>, by default prefill_<backend>: one .cu with the explicit
+#   instantiations of each (backend, dtype, head-dim class). EXTENDED_MMA names the classes whose
+#   tiles need CuTe's rarer WGMMA shapes, a header that costs a minute. ptxas's report stays beside
+#   each object, for a test (ptxas_report.py)
 # prefill_write_kernel_table()
 #   kernel_table.inc (a PREFILL_KERNEL row each) and build_info.inc; call it after the last family
 
@@ -68,16 +69,19 @@ function(prefill_trim output option)
 endfunction()
 
 function(prefill_kernel_family backend)
-  cmake_parse_arguments(PARSE_ARGV 1 family "" "" "ARCHS;DTYPES;HEAD_DIMS;EXTENDED_MMA")
+  cmake_parse_arguments(PARSE_ARGV 1 family "" "NAME" "ARCHS;DTYPES;HEAD_DIMS;EXTENDED_MMA")
   set(PREFILL_KNOWN_DTYPES ${PREFILL_KNOWN_DTYPES} ${family_DTYPES} PARENT_SCOPE)
   set(PREFILL_KNOWN_HEAD_DIMS ${PREFILL_KNOWN_HEAD_DIMS} ${family_HEAD_DIMS} PARENT_SCOPE)
 
+  if(NOT family_NAME)
+    set(family_NAME ${backend})
+  endif()
   set(archs ${family_ARCHS})
   list(FILTER archs INCLUDE REGEX "${PREFILL_ARCH_PATTERN}")
   prefill_trim(dtypes PREFILL_DTYPES ${family_DTYPES})
   prefill_trim(head_dims PREFILL_HEAD_DIMS ${family_HEAD_DIMS})
   if(NOT archs OR NOT dtypes OR NOT head_dims)
-    message(STATUS "prefill: no ${backend} kernels in this build")
+    message(STATUS "prefill: no ${family_NAME} kernels in this build")
     return()
   endif()
 
@@ -109,13 +113,14 @@ template cudaError_t launch<@types@>(const PrefillParams&, cudaStream_t);
     endforeach()
   endforeach()
 
-  add_library(prefill_${backend} OBJECT ${sources})
-  prefill_compile_options(prefill_${backend})
-  target_link_libraries(prefill_${backend} PRIVATE prefill_cutlass)
-  target_compile_options(prefill_${backend} PRIVATE -Xptxas=-v,--warn-on-local-memory-usage)
+  set(library prefill_${family_NAME})
+  add_library(${library} OBJECT ${sources})
+  prefill_compile_options(${library})
+  target_link_libraries(${library} PRIVATE prefill_cutlass)
+  target_compile_options(${library} PRIVATE -Xptxas=-v,--warn-on-local-memory-usage)
   set(launcher ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/ptxas_report.py keep
       ${CMAKE_CUDA_COMPILER_LAUNCHER})
-  set_target_properties(prefill_${backend} PROPERTIES
+  set_target_properties(${library} PROPERTIES
     CUDA_ARCHITECTURES "${archs}"
     CUDA_COMPILER_LAUNCHER "${launcher}")
 
@@ -124,8 +129,8 @@ template cudaError_t launch<@types@>(const PrefillParams&, cudaStream_t);
   set(PREFILL_BUILT_ARCHS ${PREFILL_BUILT_ARCHS} PARENT_SCOPE)
   list(LENGTH sources count)
   list(JOIN archs "\", \"" quoted_archs)
-  message(STATUS "prefill: ${count} ${backend} kernels for ${archs}")
-  set(PREFILL_KERNEL_LIBRARIES ${PREFILL_KERNEL_LIBRARIES} prefill_${backend} PARENT_SCOPE)
+  message(STATUS "prefill: ${count} ${family_NAME} kernels for ${archs}")
+  set(PREFILL_KERNEL_LIBRARIES ${PREFILL_KERNEL_LIBRARIES} ${library} PARENT_SCOPE)
   set(PREFILL_KERNEL_ROWS "${PREFILL_KERNEL_ROWS}${rows}" PARENT_SCOPE)
   list(APPEND PREFILL_ARCH_ROWS "\"${backend}\": [\"${quoted_archs}\"]")
   set(PREFILL_ARCH_ROWS ${PREFILL_ARCH_ROWS} PARENT_SCOPE)
@@ -155,6 +160,7 @@ function(prefill_write_kernel_table)
   endif()
   file(CONFIGURE OUTPUT ${PREFILL_GENERATED_DIR}/kernel_table.inc @ONLY
     CONTENT "@PREFILL_KERNEL_ROWS@")
+  list(REMOVE_DUPLICATES PREFILL_ARCH_ROWS)  # a backend may have several calls
   list(JOIN PREFILL_ARCH_ROWS ", " archs)
   file(CONFIGURE OUTPUT ${PREFILL_GENERATED_DIR}/build_info.inc @ONLY CONTENT [[
 constexpr const char* kVersion = "@PROJECT_VERSION@";

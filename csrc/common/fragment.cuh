@@ -22,6 +22,14 @@ template <>
 struct ElementOf<DType::bfloat16> {
   using type = cutlass::bfloat16_t;
 };
+template <>
+struct ElementOf<DType::float8_e4m3> {
+  using type = cutlass::float_e4m3_t;
+};
+template <>
+struct ElementOf<DType::float8_e5m2> {
+  using type = cutlass::float_e5m2_t;
+};
 template <DType kDType>
 using Element = typename ElementOf<kDType>::type;
 
@@ -73,6 +81,27 @@ CUTE_DEVICE void convert_fragment(Source const& source, Destination& destination
   cutlass::NumericArrayConverter<Target, float, kSize> convert;
   auto const& from = *reinterpret_cast<cutlass::Array<float, kSize> const*>(source.data());
   *reinterpret_cast<cutlass::Array<Target, kSize>*>(destination.data()) = convert(from);
+}
+
+// Rounds the (rows, columns) view of accumulators of S to 8 bits, as the A operand of P V: WGMMA
+// takes four neighbouring keys in a register, ((4, 2, 2), MMA_M, N/32), of which each thread has
+// those of four columns. What makes neighbours of them is the order of keys in V (transpose_v.h).
+template <class Target, class Scores, class Weights>
+CUTE_DEVICE void round_to_float8(Scores const& scores, Weights& weights) {
+  using namespace cute;
+  constexpr int kColumns = decltype(size<1>(scores))::value;
+  static_assert(decltype(size<0>(scores))::value == 2 && kColumns % 4 == 0);
+  static_assert(decltype(size(weights))::value == 2 * kColumns);
+  cutlass::NumericArrayConverter<Target, float, 4> convert;
+  auto* registers = reinterpret_cast<cutlass::Array<Target, 4>*>(weights.data());
+  CUTE_UNROLL
+  for (int c = 0; c < kColumns; c += 4) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      registers[c / 2 + r] =
+          convert({scores(r, c), scores(r, c + 1), scores(r, c + 2), scores(r, c + 3)});
+    }
+  }
 }
 
 // A thread's columns in a row of accumulators, counted from its first: 0, 1, 8, 9, 16, 17 and so

@@ -6,7 +6,11 @@
 namespace prefill {
 
 enum class Backend : int32_t { fa2, fa3 };
-enum class DType : int32_t { float16, bfloat16 };
+enum class DType : int32_t { float16, bfloat16, float8_e4m3, float8_e5m2 };
+
+constexpr bool is_float8(DType dtype) {
+  return dtype == DType::float8_e4m3 || dtype == DType::float8_e5m2;
+}
 
 // What a call writes: what its kernel does, or another type by way of parts (SplitKv).
 enum class OutputType : int32_t { float16, bfloat16, float32 };

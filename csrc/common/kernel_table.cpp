@@ -57,7 +57,19 @@ const KernelEntry* find_kernel(Backend backend, DType dtype, int head_dim_qk, in
 
 const char* name(Backend backend) { return backend == Backend::fa2 ? "fa2" : "fa3"; }
 
-const char* name(DType dtype) { return dtype == DType::float16 ? "float16" : "bfloat16"; }
+const char* name(DType dtype) {
+  switch (dtype) {
+    case DType::float16:
+      return "float16";
+    case DType::bfloat16:
+      return "bfloat16";
+    case DType::float8_e4m3:
+      return "float8_e4m3fn";
+    case DType::float8_e5m2:
+      return "float8_e5m2";
+  }
+  return "";
+}
 
 std::string build_info() {
   std::ostringstream json;

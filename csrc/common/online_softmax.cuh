@@ -24,7 +24,10 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 1);
 }
 
-template <int kRows_>
+// Weights are lifted by a power of two, kLift, where their type has little room below 1; so are
+// their sums, but nothing that is told of a row. kChains: the partial maxima of a row's scores,
+// which do not wait for each other.
+template <int kRows_, int kLift = 0, int kChains = 1>
 struct OnlineSoftmax {
   static constexpr int kRows = kRows_;
   using Row = cute::array<float, kRows>;
@@ -60,6 +63,7 @@ struct OnlineSoftmax {
   // row's maximum is found beside another's.
   template <class Scores>
   CUTE_DEVICE Row exact_step(Scores& scores, bool with_care) {
+    static_assert(kLift == 0);
     Row factor;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -73,6 +77,29 @@ struct OnlineSoftmax {
       row_sum[r] = (with_care ? row_sum[r] : finite_or_nan(row_sum[r])) * factor[r];
       add_weights(r, scores,
                   [&](int, float score) { return fmaf(score - base, multiplier, -offset); });
+    }
+    return factor;
+  }
+
+  // The same with care, lifted. Only rows that are steep at this step pay for it: elsewhere the
+  // rounding of the maximal logit, which all of a step's weights share, is too small to be seen.
+  template <class Scores>
+  CUTE_DEVICE Row careful_step(Scores& scores) {
+    Row factor;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float previous = raise_max(r, scores);
+      const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
+      factor[r] = exp2_approx((previous - maximum) * multiplier);
+      row_sum[r] *= factor[r];
+      float offset = __fmul_rn(maximum, multiplier);
+      if (__any_sync(0xffffffffu, !(fabsf(offset) < kSteep))) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= maximum;
+        offset = 0.f;
+      }
+      const float lifted = -(offset - kLift);
+      add_weights(r, scores, [&](int, float score) { return fmaf(score, multiplier, lifted); });
     }
     return factor;
   }
@@ -142,14 +169,14 @@ struct OnlineSoftmax {
   CUTE_DEVICE PartLse part_lse(int r, bool with_care) const {
     if (row_is_empty(r)) return {-INFINITY, multiplier, 0.f};
     const float rounding = with_care ? 0.f : fmaf(row_max[r], multiplier, -rounded_logit(r));
-    return {row_max[r], multiplier, log2f(row_sum[r]) - rounding};
+    return {row_max[r], multiplier, log2f(row_sum[r]) - kLift - rounding};
   }
 
   // log2 of the sum of exp(logit), -inf for an empty row. A sink is a logit in base-2 units that
   // has no key; -inf is none.
   CUTE_DEVICE float row_lse(int r, bool with_care, float sink) const {
     if (row_is_empty(r)) return lse_with_sink(-INFINITY, sink);
-    const float sum = log2f(row_sum[r]);
+    const float sum = log2f(row_sum[r]) - kLift;
     return lse_with_sink(with_care ? fmaf(row_max[r], multiplier, sum) : rounded_logit(r) + sum,
                          sink);
   }
@@ -158,7 +185,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE float sum_with(int r, bool with_care, float sink) const {
     if (sink == -INFINITY) return row_sum[r];
     const float above = with_care ? fmaf(-row_max[r], multiplier, sink) : sink - rounded_logit(r);
-    return row_sum[r] + exp2_approx(above);
+    return row_sum[r] + exp2_approx(above + kLift);
   }
 
  private:
@@ -167,9 +194,16 @@ struct OnlineSoftmax {
   CUTE_DEVICE float raise_max(int r, Scores const& scores) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows);
-    float tile_max = scores(r, 0);
+    float maxima[kChains];
     CUTE_UNROLL
-    for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
+    for (int c = 0; c < kChains; ++c) maxima[c] = scores(r, c);
+    CUTE_UNROLL
+    for (int c = kChains; c < size<1>(scores); ++c) {
+      maxima[c % kChains] = fmaxf(maxima[c % kChains], scores(r, c));
+    }
+    float tile_max = maxima[0];
+    CUTE_UNROLL
+    for (int c = 1; c < kChains; ++c) tile_max = fmaxf(tile_max, maxima[c]);
     const float previous = row_max[r];
     row_max[r] = fmaxf(previous, quad_max(tile_max));
     return previous;

@@ -16,6 +16,12 @@ struct TensorView {
   int64_t head_stride;
 };
 
+// V as kernels of 8 bits take it (transpose_v.h): [num_kv_heads][head_dim_vo][keys], without gaps.
+struct TransposedV {
+  void* data;
+  int keys;  // kv_len and, of zeros, what it lacks to a multiple of kTransposeKeys
+};
+
 // One float per head; a stride of 0 repeats one value. A null pointer means that there is none.
 struct PerHead {
   const float* data;
@@ -76,6 +82,7 @@ struct PrefillParams {
   TensorView q;    // [qo_len, num_qo_heads, head_dim_qk]
   TensorView k;    // [kv_len, num_kv_heads, head_dim_qk]
   TensorView v;    // [kv_len, num_kv_heads, head_dim_vo]
+  TransposedV vt;  // of v, where the kernel takes that instead
   TensorView out;  // [qo_len, num_qo_heads, head_dim_vo]
   float* lse;      // [qo_len, num_qo_heads], or null
   int64_t lse_token_stride;

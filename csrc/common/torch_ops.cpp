@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <sstream>
@@ -19,6 +20,7 @@
 #include "common/prepare.h"
 #include "common/split_plan.h"
 #include "common/torch_stream.h"
+#include "common/transpose_v.h"
 
 namespace prefill {
 namespace {
@@ -33,9 +35,13 @@ Backend parse_backend(const std::string& backend) {
 }
 
 DType parse_dtype(const std::string& dtype) {
-  if (dtype == name(DType::float16)) return DType::float16;
-  STD_TORCH_CHECK(dtype == name(DType::bfloat16), "dtype must be float16 or bfloat16, got ", dtype);
-  return DType::bfloat16;
+  constexpr DType kKnown[] = {DType::float16, DType::bfloat16, DType::float8_e4m3,
+                              DType::float8_e5m2};
+  const auto* found = std::find_if(std::begin(kKnown), std::end(kKnown),
+                                   [&](DType known) { return dtype == name(known); });
+  STD_TORCH_CHECK(found != std::end(kKnown),
+                  "dtype must be float16, bfloat16, float8_e4m3fn or float8_e5m2, got ", dtype);
+  return *found;
 }
 
 SourceType source_type(const Tensor& tensor) {
@@ -62,8 +68,9 @@ OutputType output_type(const Tensor& out) {
   }
 }
 
-// The dtype of the kernel for a call: q's. float8 tensors are widened, exactly by either, to what
-// is written; else to float16, which rounds softmax weights less.
+// The dtype of the kernel for a call: q's. Unless there is a kernel for them (float8_kernel),
+// float8 tensors are widened, exactly by either, to what is written; else to float16, which rounds
+// softmax weights less.
 DType kernel_dtype(const Tensor& q, OutputType out) {
   if (q.scalar_type() == ScalarType::Half) return DType::float16;
   if (q.scalar_type() == ScalarType::BFloat16) return DType::bfloat16;
@@ -83,16 +90,19 @@ SourceTypes source_types(const Tensor& q, const Tensor& k, const Tensor& v) {
   return types;
 }
 
-// A [length, heads, head_dim] tensor that can be read and written 8 elements at a time: by the
-// kernels, or, in 8 bits, by the pass that widens it.
-TensorView view(const Tensor& tensor) {
-  constexpr int64_t kVectorElements = 8;
-  const auto aligned = [&](int dim) {
-    return tensor.size(dim) == 1 || tensor.stride(dim) % kVectorElements == 0;
+// Whether a [length, heads, head_dim] tensor can be read and written so many elements at a time.
+bool is_aligned(const Tensor& tensor, int64_t elements) {
+  const auto has_aligned = [&](int dim) {
+    return tensor.size(dim) == 1 || tensor.stride(dim) % elements == 0;
   };
-  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(2) % kVectorElements == 0 &&
-                      tensor.stride(2) == 1 && aligned(0) && aligned(1) &&
-                      reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0,
+  return tensor.dim() == 3 && tensor.size(2) % elements == 0 && tensor.stride(2) == 1 &&
+         has_aligned(0) && has_aligned(1) &&
+         reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+}
+
+// By the kernels, or, in 8 bits, by the pass that widens it.
+TensorView view(const Tensor& tensor) {
+  STD_TORCH_CHECK(is_aligned(tensor, 8),
                   "kernels take 16-byte aligned [length, heads, head_dim] tensors");
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
@@ -178,6 +188,18 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
   return params;
 }
 
+// The kernel that multiplies q, k and v of 8 bits as they are, or null: they are all of one float8
+// type, positions do not rotate them, the build has it, and TMA can address them.
+const KernelEntry* float8_kernel(Backend backend, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 bool rope) {
+  const SourceTypes types = source_types(q, k, v);
+  const bool is_one_type = types.q == types.k && types.q == types.v;
+  if (types.q == SourceType::same || !is_one_type || rope) return nullptr;
+  if (!is_aligned(q, 16) || !is_aligned(k, 16) || !is_aligned(v, 16)) return nullptr;
+  const DType dtype = types.q == SourceType::float8_e4m3 ? DType::float8_e4m3 : DType::float8_e5m2;
+  return find_kernel(backend, dtype, static_cast<int>(q.size(2)), static_cast<int>(v.size(2)));
+}
+
 // A bool [qo_len, kv_len] mask, or a packed one.
 MaskSource mask_source(const Tensor& mask, const PrefillParams& params) {
   const int64_t qo_len = params.qo_len, kv_len = params.kv_len;
@@ -227,6 +249,20 @@ Tensor prepare_inputs(const Tensor& q, PreparePass& pass, const KernelEntry& ker
   return workspace;
 }
 
+// Transposes v for a kernel of 8 bits, which `params` lets find it, in memory as that of
+// prepare_inputs.
+Tensor transpose_values(const Tensor& v, const KernelEntry& kernel, PrefillParams& params,
+                        cudaStream_t stream) {
+  TransposePass pass = TransposePass::of(params, kernel.info().tile_n);
+  Tensor workspace = torch::stable::new_empty(v, {pass.workspace_bytes()}, ScalarType::Byte);
+  pass.carve(workspace.data_ptr(), params);
+  const cudaError_t error = transpose_v(pass, has_programmatic_passes(kernel), stream);
+  STD_TORCH_CHECK(error == cudaSuccess,
+                  "the pass over v failed to launch: ", cudaGetErrorName(error), " (",
+                  cudaGetErrorString(error), ")");
+  return workspace;
+}
+
 SplitPlan plan_of(const PrefillParams& params, const KernelInfo& kernel, bool packs,
                   bool only_parts, int64_t num_splits) {
   STD_TORCH_CHECK(num_splits >= 0 && num_splits <= SplitKv::kMaxSplits, "num_splits is one of 0..",
@@ -272,10 +308,12 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   PrefillParams params =
       make_params(q, k, v, out, lse, scale_q, scale_k, scale_v, alibi_slopes, sinks, window_left,
                   window_right, alibi, soft_cap, sm_scale, v_scale, lse_scale);
-  const DType dtype = kernel_dtype(q, params.out_type);
   const SourceTypes types = source_types(q, k, v);
-  const KernelEntry* kernel =
-      find_kernel(parse_backend(backend), dtype, params.head_dim_qk, params.head_dim_vo);
+  const KernelEntry* kernel = float8_kernel(parse_backend(backend), q, k, v, rope);
+  if (kernel == nullptr) {
+    kernel = find_kernel(parse_backend(backend), kernel_dtype(q, params.out_type),
+                         params.head_dim_qk, params.head_dim_vo);
+  }
   STD_TORCH_CHECK(kernel != nullptr, "this build has no ", backend, " kernel for head dims ",
                   params.head_dim_qk, " and ", params.head_dim_vo);
 
@@ -284,11 +322,13 @@ void attention(std::string backend, Tensor q, Tensor k, Tensor v, Tensor out,
   cudaStream_t stream = nullptr;
   STD_TORCH_CHECK(current_stream(device, stream), "torch gave no CUDA stream");
   params.num_sms = multiprocessors(device);
-  const bool only_parts = params.out_type != kernel_output(dtype);
+  const bool only_parts = params.out_type != kernel_output(kernel->dtype);
   const SplitPlan plan = plan_of(params, kernel->info(), can_pack(params), only_parts, num_splits);
   const std::optional<Tensor> parts = follow(plan, *kernel, q, params);
   std::optional<Tensor> workspace;
-  if (rope || !types.all_same()) {
+  if (is_float8(kernel->dtype)) {
+    workspace = transpose_values(v, *kernel, params, stream);
+  } else if (rope || !types.all_same()) {
     const auto angles = rope ? std::optional<Rope>({rope_scale, rope_theta}) : std::nullopt;
     PreparePass pass = PreparePass::of(params, types, angles, kernel->info().tile_n);
     workspace = prepare_inputs(q, pass, *kernel, params, stream);

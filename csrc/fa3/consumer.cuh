@@ -72,7 +72,8 @@ struct Consumer {
   // A store of what the arithmetic gave holds it in its place.
   CUTE_DEVICE void hold(float value) {
     if constexpr (Traits::kHoldsWaits) {
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(&own.held[thread])),
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(
+                       cast_smem_ptr_to_uint(&own.held[Traits::kIsFloat8 ? new_thread() : thread])),
                    "f"(value)
                    : "memory");
     }
@@ -92,6 +93,10 @@ struct Consumer {
     return this_thread;
   }
 
+  CUTE_DEVICE static bool is_careful(RowTile const& rows) {
+    return !Traits::kHasAnchors || rows.is_careful;
+  }
+
   // What masks and transforms need to know of a thread's scores.
   struct Place {
     int row, column;  // of the first, within the warpgroup's rows and within the KV tile
@@ -101,7 +106,7 @@ struct Consumer {
   CUTE_DEVICE Place place() const {
     using TileShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
     typename Traits::MmaQk mma;
-    const int this_thread = Traits::kTakesMasks ? new_thread() : thread;
+    const int this_thread = Traits::kTakesMasks || Traits::kIsFloat8 ? new_thread() : thread;
     const auto origin = element_coordinates<TileShape>(mma, this_thread)(_0{}, _0{});
     return {static_cast<int>(get<0>(origin)), static_cast<int>(get<1>(origin)),
             element_offsets<TileShape>(mma)};
@@ -172,14 +177,14 @@ struct Consumer {
     const auto coordinates =
         element_coordinates<OutputShape>(typename Traits::MmaPv{}, new_thread());
     if (rows.part < 0) {
-      store_lse(smem.results, softmax, rows.is_careful, coordinates, rows.head, rows.sink,
+      store_lse(smem.results, softmax, is_careful(rows), coordinates, rows.head, rows.sink,
                 rows.first_row);
     } else {
-      store_part_lse(smem.results.split, softmax, rows.is_careful, coordinates,
+      store_part_lse(smem.results.split, softmax, is_careful(rows), coordinates,
                      first_row_of(rows.part));
     }
-    RowNormaliser normaliser(softmax, rows.is_careful, rows.sink, rows.value_scale);
-    if (!rows.is_careful) {
+    RowNormaliser normaliser(softmax, is_careful(rows), rows.sink, rows.value_scale);
+    if (!is_careful(rows)) {
       CUTE_UNROLL
       for (int r = 0; r < Softmax::kRows; ++r) {
         if (!softmax.anchor_held(r, rows.order.count * Traits::kN)) normaliser.factor[r] = INFINITY;
@@ -194,7 +199,7 @@ struct Consumer {
   CUTE_DEVICE void write(RowTile const& rows, RowNormaliser const& normaliser, Acc& out) {
     Tensor out_rows = row_column_view(out);
     normaliser.apply(out_rows);
-    const bool failed = !rows.is_careful && !all_finite(out_rows, normaliser);
+    const bool failed = !is_careful(rows) && !all_finite(out_rows, normaliser);
     if constexpr (Traits::kStagesOutput) {
       if (thread == 0) tma_store_wait<0>();  // until the rows before have left their place
     }
@@ -208,18 +213,18 @@ struct Consumer {
       return;
     }
     if constexpr (Traits::kStagesOutput) {
-      stage_rows(own.out, thread, out);
+      stage_rows(own.out, Traits::kIsFloat8 ? new_thread() : thread, out);
       tma_store_fence();
       named_barrier_sync(NamedBarrier::kWarpgroup, warpgroup, kWarpgroupThreads);
       if (thread == 0 && rows.first_row < params.qo_len) {
-        for (int column = 0; column < Dims::kVo; column += Traits::kColumns) {
+        for (int column = 0; column < Dims::kVo; column += Traits::kColumnsOut) {
           SM90_TMA_STORE_3D::copy(&maps.out, own.out + kWarpgroupRows * column, column,
                                   rows.first_row, rows.head);
         }
         tma_store_arrive();
       }
     } else {
-      store_rows<T>(smem.results, rows.head, rows.first_row, out);
+      store_rows<typename Traits::Out>(smem.results, rows.head, rows.first_row, out);
     }
   }
 
@@ -230,6 +235,18 @@ struct Consumer {
     progress.next_rows();
     return !rows().order.empty();
   }
+
+  // KV tiles between those rows and the rows before that others use alone.
+  CUTE_DEVICE int num_skipped() const { return rows().skips_first ? 1 : 0; }
+  CUTE_DEVICE void skip_first() {
+    if (!rows().skips_first) return;
+    turn.take();  // the others need their turns all the same
+    turn.give();
+    progress.next_step();
+  }
+
+  // The same for operands of 8 bits (float8_steps.cuh).
+  CUTE_DEVICE void run_float8();
 
   // All row tiles, as one stream of steps: while the softmax of one KV tile runs, the product P V
   // of the KV tile before is in flight, be it of the same row tile or of the one before.
@@ -285,18 +302,14 @@ struct Consumer {
         const int count = rows().order.count;
         int num_first = 1;
         int step = 0;
-        if (rows().skips_first) {  // the others need their turns all the same
-          turn.take();
-          turn.give();
-          progress.next_step();
-        }
+        skip_first();
         // The first step also ends the row tile before. Where there is none, its second product
         // multiplies what happens to be in registers and shared memory, and the next overwrites the
         // result: ptxas serialises products that are under a condition.
         for (; step < num_first; ++step) {
           const bool has_previous = previous_rows().order.count > 0;
           const bool is_pending = step > 0 || has_previous;
-          const int skipped = step == 0 && rows().skips_first ? 1 : 0;
+          const int skipped = step == 0 ? num_skipped() : 0;
           Tensor scores = new_scores();
           Tensor score_rows = row_column_view(scores);
           start_qk(scores);

@@ -7,6 +7,7 @@
 #include "common/mask.cuh"
 #include "common/tile_schedule.cuh"
 #include "fa3/consumer.cuh"
+#include "fa3/float8_steps.cuh"
 #include "fa3/producer.cuh"
 #include "fa3/tensor_maps.cuh"
 #include "fa3/traits.cuh"
@@ -69,7 +70,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<Traits>(smem, params, maps, mask, cutlass::canonical_warp_group_idx() - 1).run();
+    Consumer<Traits> consumer(smem, params, maps, mask, cutlass::canonical_warp_group_idx() - 1);
+    if constexpr (Traits::kIsFloat8) {
+      consumer.run_float8();
+    } else {
+      consumer.run();
+    }
   }
 }
 

@@ -19,18 +19,32 @@ KernelInfo kernel_info() {
 }
 
 template <class Traits>
-cudaError_t encode_maps(const PrefillParams& params, CUtensorMapDataType type, TensorMaps& maps) {
-  cudaError_t error = encode(maps.q, params.q, type, params.head_dim_qk, params.qo_len,
+cudaError_t encode_v(const PrefillParams& params, CUtensorMap& map) {
+  const auto elements = MapElements::of<typename Traits::T>(Traits::kColumnsV);
+  if constexpr (Traits::kIsFloat8) {
+    const int64_t keys = params.vt.keys;
+    return encode(map, params.vt.data, elements, params.vt.keys,
+                  {{params.head_dim_vo, keys, Traits::Dims::kVo},
+                   {params.num_kv_heads, keys * params.head_dim_vo, 1}});
+  } else {
+    return encode(map, params.v, elements, params.head_dim_vo, params.kv_len, params.num_kv_heads,
+                  Traits::kN);
+  }
+}
+
+template <class Traits>
+cudaError_t encode_maps(const PrefillParams& params, TensorMaps& maps) {
+  const auto elements = MapElements::of<typename Traits::T>(Traits::kColumns);
+  cudaError_t error = encode(maps.q, params.q, elements, params.head_dim_qk, params.qo_len,
                              params.num_qo_heads, params.rows);
   if (error != cudaSuccess) return error;
-  error = encode(maps.k, params.k, type, params.head_dim_qk, params.kv_len, params.num_kv_heads,
+  error = encode(maps.k, params.k, elements, params.head_dim_qk, params.kv_len, params.num_kv_heads,
                  Traits::kN);
   if (error != cudaSuccess) return error;
-  error = encode(maps.v, params.v, type, params.head_dim_vo, params.kv_len, params.num_kv_heads,
-                 Traits::kN);
+  error = encode_v<Traits>(params, maps.v);
   if (error != cudaSuccess || !Traits::kStagesOutput) return error;
-  return encode(maps.out, params.out, type, params.head_dim_vo, params.qo_len, params.num_qo_heads,
-                kWarpgroupRows);
+  return encode(maps.out, params.out, MapElements::of<typename Traits::Out>(Traits::kColumnsOut),
+                params.head_dim_vo, params.qo_len, params.num_qo_heads, kWarpgroupRows);
 }
 
 template <DType kDType, class Dims, Scores kScores>
@@ -43,10 +57,7 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
 
   TensorMaps maps{};
-  error = encode_maps<Traits>(
-      params,
-      kDType == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      maps);
+  error = encode_maps<Traits>(params, maps);
   if (error != cudaSuccess) return error;
 
   const TileSchedule schedule = TileSchedule::make(params, Traits::kM, params.num_sms);
@@ -68,15 +79,15 @@ cudaError_t launch_kernel(const PrefillParams& params, cudaStream_t stream) {
 
 template <DType kDType, class Dims>
 cudaError_t launch(const PrefillParams& params, cudaStream_t stream) {
-  switch (scores_of(params)) {
-    case Scores::Plain:
-      return launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
-    case Scores::Masked:
+  const Scores scores = scores_of(params);
+  if (scores == Scores::Plain) return launch_kernel<kDType, Dims, Scores::Plain>(params, stream);
+  // Of 8 bits two kernels do, to be built in less time.
+  if constexpr (sizeof(Element<kDType>) > 1) {
+    if (scores == Scores::Masked) {
       return launch_kernel<kDType, Dims, Scores::Masked>(params, stream);
-    case Scores::General:
-      return launch_kernel<kDType, Dims, Scores::General>(params, stream);
+    }
   }
-  return cudaErrorInvalidValue;
+  return launch_kernel<kDType, Dims, Scores::General>(params, stream);
 }
 
 }  // namespace prefill::fa3

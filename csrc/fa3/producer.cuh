@@ -10,18 +10,18 @@
 
 namespace prefill::fa3 {
 
-// Loads a (kRows, kCols) tile of one head, box by box.
-template <class Traits, int kRows, int kCols>
-CUTE_DEVICE void load_tile(CUtensorMap const& map, typename Traits::T* tile,
+// Loads a (kRows, kCols) tile of one head, box of kBox columns by box.
+template <int kRows, int kCols, int kBox, class T>
+CUTE_DEVICE void load_tile(CUtensorMap const& map, T* tile,
                            cutlass::arch::ClusterTransactionBarrier& full, TMA::CacheHintSm90 hint,
-                           int row, int head) {
-  constexpr int kBytes = kRows * kCols * static_cast<int>(sizeof(typename Traits::T));
+                           int row, int head, int first_column = 0) {
+  constexpr int kBytes = kRows * kCols * static_cast<int>(sizeof(T));
   compiler_fence();
   full.arrive_and_expect_tx(kBytes);
   CUTE_UNROLL
-  for (int column = 0; column < kCols; column += Traits::kColumns) {
+  for (int column = 0; column < kCols; column += kBox) {
     SM90_TMA_LOAD_3D::copy(&map, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(hint),
-                           tile + kRows * column, column, row, head);
+                           tile + kRows * column, first_column + column, row, head);
   }
 }
 
@@ -57,9 +57,9 @@ struct Producer {
     const uint32_t stage = num_steps % Traits::kStages;
     smem.k_ring.wait_empty(num_steps);
     if constexpr (Traits::kTakesMasks) smem.kv_tiles[num_steps % (2 * Traits::kStages)] = tile;
-    load_tile<Traits, Traits::kN, Traits::Dims::kQk>(maps.k, smem.k[stage], smem.k_ring.full[stage],
-                                                     TMA::CacheHintSm90::EVICT_LAST,
-                                                     tile * Traits::kN, kv_head);
+    load_tile<Traits::kN, Traits::Dims::kQk, Traits::kColumns>(
+        maps.k, smem.k[stage], smem.k_ring.full[stage], TMA::CacheHintSm90::EVICT_LAST,
+        tile * Traits::kN, kv_head);
   }
 
   CUTE_DEVICE void load_q(typename Traits::T* rows, cutlass::arch::ClusterTransactionBarrier& full,
@@ -80,9 +80,15 @@ struct Producer {
     if (v_tile < 0) return;
     const uint32_t stage = (num_steps - 1) % Traits::kStages;
     smem.v_ring.wait_empty(num_steps - 1);
-    load_tile<Traits, Traits::kN, Traits::Dims::kVo>(maps.v, smem.v[stage], smem.v_ring.full[stage],
-                                                     TMA::CacheHintSm90::EVICT_LAST,
-                                                     v_tile * Traits::kN, v_head);
+    auto& full = smem.v_ring.full[stage];
+    constexpr auto kHint = TMA::CacheHintSm90::EVICT_LAST;
+    if constexpr (Traits::kIsFloat8) {
+      load_tile<Traits::Dims::kVo, Traits::kN, Traits::kColumnsV>(
+          maps.v, smem.v[stage], full, kHint, 0, v_head, v_tile * Traits::kN);
+    } else {
+      load_tile<Traits::kN, Traits::Dims::kVo, Traits::kColumnsV>(
+          maps.v, smem.v[stage], full, kHint, v_tile * Traits::kN, v_head);
+    }
     v_tile = -1;
   }
 
@@ -159,8 +165,8 @@ struct Producer {
         mask.window_right == 0 && order.first < order.end && !has_custom_mask() && tile.is_whole();
     const bool is_short = order.count * Traits::kN <= Traits::kShortRow && !has_nearest;
     // Over a sum of up to 2^40 a smaller value scale might vanish.
-    const bool is_careful =
-        is_short || redo || is_late(work.round) || is_scaled || !(fabsf(v_scale) >= 0x1p-80f);
+    const bool is_careful = !Traits::kHasAnchors || is_short || redo || is_late(work.round) ||
+                            is_scaled || !(fabsf(v_scale) >= 0x1p-80f);
     return {work.round, tile.head, work.first_row(), -1, transform, sink, v_scale, is_careful, 0, 0,
             order,      false};
   }

@@ -4,6 +4,7 @@
 // as it is.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cmath>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "check.h"
 #include "common/kernel_table.h"
 #include "common/mask_tiles.h"
+#include "common/transpose_v.h"
 #include "gpu.h"
 #include "naive_attention.cuh"
 #include "random.h"
@@ -29,6 +31,7 @@ using prefill::MaskFormat;
 using prefill::MaskTileCounts;
 using prefill::PrefillParams;
 using prefill::TensorView;
+using prefill::TransposePass;
 using prefill::test::DeviceArray;
 using prefill::test::NaiveOutput;
 using prefill::test::Random;
@@ -146,7 +149,8 @@ class Tensor {
 
  private:
   static constexpr int64_t kGuard = 1024;
-  static constexpr int64_t kPadding = 8;  // elements: the views that kernels take step by 8
+  // Elements: the views that kernels take step by 8, and by 16 where those are bytes.
+  static constexpr int64_t kPadding = sizeof(Value) == 1 ? 16 : 8;
   static constexpr int64_t kUseless = 3;
 
   static int64_t token_stride(int length, int heads, int dim, Layout layout) {
@@ -189,23 +193,33 @@ std::vector<uint8_t> random_mask(Random& random, int qo_len, int kv_len) {
 }
 
 template <class T>
+constexpr bool kIsFloat8 = sizeof(T) == 1;
+
+// Of softmax weights beside values of this type. With 8 bits they are E4M3, of which the largest is
+// 2^8 and the smallest unit 2^-9.
+template <class T>
 Rounding rounding_of() {
+  if (kIsFloat8<T>) return {0x1p-4, 0x1p-18};
   return std::is_same_v<T, __half> ? Rounding{0x1p-11, 0x1p-25} : Rounding{0x1p-8, 0.};
 }
 
+template <class T>
+using OutputOf = std::conditional_t<kIsFloat8<T>, __nv_bfloat16, T>;
+
 // The LSE is fp32 throughout. With |q|, |k| <= 2 the products of a logit add up to about
 // sqrt(head_dim) <= 16 in magnitude, in at most 16 steps on the tensor cores of an error of 2^-22
-// each (they truncate): below 2^-13 in all.
-constexpr double kLseTolerance = 0x1p-12;
+// each (they truncate): below 2^-13 in all. Those of 8 bits keep 13 bits of fraction.
+template <class T>
+constexpr double kLseTolerance = kIsFloat8<T> ? 0x1p-6 : 0x1p-12;
 
 // Outputs differ by the rounding of the weights (the naive kernel adds up how much), by their own
 // rounding, and by the errors of the logits, which move both numerator and denominator.
 template <class T>
-void check_output(const Tensor<T>& out, const std::vector<NaiveOutput>& outputs,
+void check_output(const Tensor<OutputOf<T>>& out, const std::vector<NaiveOutput>& outputs,
                   const Place& place) {
   const Case& test = place.test;
-  const Rounding rounding = rounding_of<T>();
-  constexpr double kLogitError = 0x1p-12;
+  const Rounding of_weights = rounding_of<T>(), rounding = rounding_of<OutputOf<T>>();
+  constexpr double kLogitError = kLseTolerance<T>;
   constexpr double kFlushed = 0x1p-122;  // beside a sink of 2^126 times the keys' weights
   for (int head = 0; head < test.num_kv_heads * test.group; ++head) {
     for (int row = 0; row < test.qo_len; ++row) {
@@ -214,7 +228,7 @@ void check_output(const Tensor<T>& out, const std::vector<NaiveOutput>& outputs,
         const NaiveOutput expected = outputs[index * place.dims.vo + d];
         const double tolerance =
             expected.has_keys
-                ? expected.weight_error * (1. + kLogitError / rounding.relative) +
+                ? expected.weight_error * (1. + kLogitError / of_weights.relative) +
                       std::abs(expected.value) * rounding.relative + rounding.absolute + kFlushed
                 : 0.;
         CHECK_NEAR(static_cast<float>(out.at(row, head, d)), expected.value, tolerance,
@@ -225,11 +239,12 @@ void check_output(const Tensor<T>& out, const std::vector<NaiveOutput>& outputs,
   CHECK(out.untouched_around(), place << ": wrote outside the output");
 }
 
+template <class T>
 void check_lse(const Tensor<float>& actual, const std::vector<double>& lse, const Place& place) {
   const Case& test = place.test;
   for (int head = 0; head < test.num_kv_heads * test.group; ++head) {
     for (int row = 0; row < test.qo_len; ++row) {
-      CHECK_NEAR(actual.at(row, head, 0), lse[int64_t{head} * test.qo_len + row], kLseTolerance,
+      CHECK_NEAR(actual.at(row, head, 0), lse[int64_t{head} * test.qo_len + row], kLseTolerance<T>,
                  place << ": lse[" << row << ", " << head << "]");
     }
   }
@@ -244,7 +259,7 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   Tensor<T> q(test.qo_len, num_qo_heads, dims.qk, test.layout);
   Tensor<T> k(test.kv_len, test.num_kv_heads, dims.qk, test.layout);
   Tensor<T> v(test.kv_len, test.num_kv_heads, dims.vo, test.layout);
-  Tensor<T> out(test.qo_len, num_qo_heads, dims.vo, test.layout);
+  Tensor<OutputOf<T>> out(test.qo_len, num_qo_heads, dims.vo, test.layout);
   Tensor<float> lse(test.qo_len, num_qo_heads, 1, test.layout);
   Tensor<float> scale_q(num_qo_heads, 1, 1, Layout::nhd);
   Tensor<float> scale_k(test.num_kv_heads, 1, 1, Layout::padded);
@@ -307,11 +322,18 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
   }
   if (test.extras.sinks) params.sinks = {sinks.data(), sinks.token_stride()};
 
+  TransposePass transpose = TransposePass::of(params, info.tile_n);
+  const DeviceArray<uint8_t> transposed(transpose.workspace_bytes());
+  if (kIsFloat8<T>) {
+    transpose.carve(transposed.data(), params);
+    CHECK_CUDA(transpose_v(transpose, /*programmatic=*/false, stream));
+  }
+
   CHECK_CUDA(entry.launch(params, stream));
   CHECK_CUDA(cudaStreamSynchronize(stream));
   out.download();
   lse.download();
-  const std::vector<T> first_out = out.storage();
+  const std::vector<OutputOf<T>> first_out = out.storage();
   const std::vector<float> first_lse = lse.storage();
   out.poison();
   lse.poison();
@@ -331,8 +353,8 @@ void run_case(const KernelEntry& entry, HeadDims dims, const Case& test, cudaStr
                                     stream);
   device_lse.download(expected_lse.data());
   device_expected.download(expected.data());
-  check_output(out, expected, place);
-  if (test.has_lse) check_lse(lse, expected_lse, place);
+  check_output<T>(out, expected, place);
+  if (test.has_lse) check_lse<T>(lse, expected_lse, place);
 }
 
 // Lengths are put around the edges of the kernel's tiles of m rows and n keys.
@@ -392,11 +414,13 @@ std::vector<Case> extra_cases(const KernelInfo& info) {
 
 // What needs many heads or many keys, and is tried with one pair of head dims. All have more tiles
 // than there are SMs.
+template <class T>
 std::vector<Case> large_cases(const KernelEntry& entry, int num_sms) {
   const KernelInfo info = entry.info();
   constexpr int U = kUnbounded;
   // Two KV heads of 17 MB are more than TileSchedule lets share the L2 cache.
-  const int long_kv = (17 << 20) / (2 * (entry.head_dim_qk + entry.head_dim_vo));
+  const int long_kv =
+      (17 << 20) / (static_cast<int>(sizeof(T)) * (entry.head_dim_qk + entry.head_dim_vo));
   const int third = num_sms / 3 + 1;
   return {
       {"three rounds", info.tile_m + 1, info.tile_n + 1, num_sms / 2 + 2, 2, U, 0, Layout::nhd},
@@ -408,14 +432,16 @@ std::vector<Case> large_cases(const KernelEntry& entry, int num_sms) {
 template <class T>
 void run_row(const KernelEntry& entry, int num_sms, cudaStream_t stream) {
   const HeadDims whole{entry.head_dim_qk, entry.head_dim_vo};
-  // One chunk of 8 less; and a partial last column of 64, with whole columns of V missing.
-  const HeadDims less{whole.qk - 8, whole.vo - 8};
-  const HeadDims few{whole.qk - 56, 8};
+  // One chunk of 8, or of 16 bytes, less; and a partial last column of 64, with whole columns of V
+  // missing.
+  constexpr int kChunk = kIsFloat8<T> ? 16 : 8;
+  const HeadDims less{whole.qk - kChunk, whole.vo - kChunk};
+  const HeadDims few{whole.qk - 64 + kChunk, kChunk};
   for (const HeadDims& dims : {whole, less, few}) {
     for (const Case& test : small_cases(entry.info())) run_case<T>(entry, dims, test, stream);
     for (const Case& test : extra_cases(entry.info())) run_case<T>(entry, dims, test, stream);
   }
-  for (const Case& test : large_cases(entry, num_sms)) run_case<T>(entry, whole, test, stream);
+  for (const Case& test : large_cases<T>(entry, num_sms)) run_case<T>(entry, whole, test, stream);
 }
 
 bool runs_on(Backend backend, int major, int minor) {
@@ -443,10 +469,19 @@ int main() {
                 entry.head_dim_qk, entry.head_dim_vo, runs ? "" : ": not for this device");
     if (!runs) continue;
     ++run;
-    if (entry.dtype == DType::float16) {
-      run_row<__half>(entry, num_sms, stream);
-    } else {
-      run_row<__nv_bfloat16>(entry, num_sms, stream);
+    switch (entry.dtype) {
+      case DType::float16:
+        run_row<__half>(entry, num_sms, stream);
+        break;
+      case DType::bfloat16:
+        run_row<__nv_bfloat16>(entry, num_sms, stream);
+        break;
+      case DType::float8_e4m3:
+        run_row<__nv_fp8_e4m3>(entry, num_sms, stream);
+        break;
+      case DType::float8_e5m2:
+        run_row<__nv_fp8_e5m2>(entry, num_sms, stream);
+        break;
     }
     if (cudaFree(nullptr) != cudaSuccess) return prefill::test::result();  // the context is lost
   }

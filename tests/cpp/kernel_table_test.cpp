@@ -74,7 +74,7 @@ void check_lookup(const Row& wanted) {
 void check_lookups() {
   constexpr int kAboveAll = 264;
   for (Backend backend : {Backend::fa2, Backend::fa3}) {
-    for (DType dtype : {DType::float16, DType::bfloat16}) {
+    for (DType dtype : {DType::float16, DType::bfloat16, DType::float8_e4m3, DType::float8_e5m2}) {
       for (int qk = 8; qk <= kAboveAll; qk += 8) {
         for (int vo = 8; vo <= kAboveAll; vo += 8) check_lookup({backend, dtype, qk, vo});
         CHECK(prefill::find_kernel(backend, dtype, qk, kAboveAll) == nullptr);
@@ -88,9 +88,10 @@ void check_info(const KernelEntry& entry) {
   const Row row = row_of(entry);
   const KernelInfo info = entry.info();
   const int smem_limit = (entry.backend == Backend::fa2 ? 99 : 227) * 1024;  // consumer cards, sm90
-  const int q_bytes = info.tile_m * entry.head_dim_qk * 2;
-  const int k_bytes = info.tile_n * entry.head_dim_qk * 2;
-  const int v_bytes = info.tile_n * entry.head_dim_vo * 2;
+  const int element_bytes = prefill::is_float8(entry.dtype) ? 1 : 2;
+  const int q_bytes = info.tile_m * entry.head_dim_qk * element_bytes;
+  const int k_bytes = info.tile_n * entry.head_dim_qk * element_bytes;
+  const int v_bytes = info.tile_n * entry.head_dim_vo * element_bytes;
   const int tile_bytes = q_bytes + info.stages * (k_bytes + v_bytes);
   CHECK(info.tile_m > 0 && info.tile_m % 64 == 0, row << ": tile_m " << info.tile_m);
   CHECK(info.tile_n > 0 && info.tile_n % 16 == 0, row << ": tile_n " << info.tile_n);

@@ -1,0 +1,158 @@
+// The steps of a consumer warpgroup whose operands have 8 bits.
+#pragma once
+
+#include "fa3/consumer.cuh"
+
+namespace prefill::fa3 {
+
+// As Consumer::run, one stream of steps across row tiles, with three differences. Keys of P's
+// registers lie as WGMMA takes them, which V has been ordered for (round_to_float8). All steps keep
+// a running maximum, with care. And WGMMA keeps but some 13 bits of the fractions that it adds up
+// in one accumulator: so the product of each KV tile has accumulators of its own, and joins the
+// output in float32, in the instruction that multiplies that by the growth of the maximum.
+template <class Traits>
+CUTE_DEVICE void Consumer<Traits>::run_float8() {
+  using Weight = typename Traits::Weight;
+  using ScoresShape = Shape<Int<kWarpgroupRows>, Int<Traits::kN>>;
+  typename Traits::MmaQk mma_qk;
+  typename Traits::MmaPv mma_pv;
+  Tensor k_tiles = make_tensor(make_smem_ptr(smem.k[0]), typename Traits::LayoutK{});
+  Tensor vt_tiles = make_tensor(make_smem_ptr(smem.v[0]), typename Traits::LayoutVt{});
+  Tensor q_rows = make_tensor(make_smem_ptr(own.q[0]), typename Traits::LayoutQ{});
+  Tensor q = mma_qk.get_slice(thread).partition_fragment_A(q_rows);   // (MMA, MMA_M, MMA_K, PIPE)
+  Tensor k = mma_qk.get_slice(thread).partition_fragment_B(k_tiles);  // (MMA, MMA_N, MMA_K, PIPE)
+  // In chunks of the head dim: (MMA, MMA_N, MMA_K, CHUNK, PIPE).
+  using ChunkShape = Shape<Int<Traits::kChunkVo>, Int<Traits::kN>>;
+  Tensor vt = mma_pv.get_slice(thread).partition_fragment_B(
+      local_tile(vt_tiles, ChunkShape{}, make_coord(_, _0{}, _)));
+  constexpr int kChunks = Dims::kVo / Traits::kChunkVo;
+  Tensor p = make_tensor<Weight>(partition_shape_A(mma_pv, ScoresShape{}));
+  Tensor product =  // P V of one KV tile, of a chunk
+      partition_fragment_C(mma_pv, Shape<Int<kWarpgroupRows>, Int<Traits::kChunkVo>>{});
+  Tensor out = partition_fragment_C(mma_pv, OutputShape{});
+
+  const auto start_qk = [&](auto& scores) {
+    turn.take();
+    smem.k_ring.wait_full(progress.steps());
+    start_gemm(mma_qk, q(_, _, _, (progress.rows() - 1) % Traits::kQStages),
+               k(_, _, _, progress.steps() % Traits::kStages), false, scores, [] {});
+  };
+  const auto finish_qk = [&](bool is_last) {
+    release(smem.k_ring, progress.steps());
+    if (is_last) release(own.q_ring, progress.rows() - 1);
+  };
+  // `is_pending`: P of the step before waits for its product. `skipped`: KV tiles since then.
+  const auto start_pv = [&](bool is_pending, int skipped = 0) {
+    if (is_pending) smem.v_ring.wait_full(progress.steps() - 1 - skipped);
+    start_gemm<Traits::kTurnOverlap>(
+        mma_pv, p, vt(_, _, _, 0, (progress.steps() - 1 - skipped) % Traits::kStages), false,
+        product, [&] { turn.give(); });
+  };
+  // What the output is multiplied by: the growth of the maximum in the step of the product's P.
+  auto growth = Softmax::no_growth();
+  const auto finish_pv = [&](bool is_pending, int skipped = 0) {
+    constexpr int kSize = decltype(size(product))::value;
+    CUTE_UNROLL
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(product);
+      if (is_pending && chunk + 1 == kChunks) release(smem.v_ring, progress.steps() - 1 - skipped);
+      CUTE_UNROLL
+      for (int i = 0; i < kSize; ++i) {  // pairs are of a thread's two rows in turn
+        float& sum = out(chunk * kSize + i);
+        sum = fmaf(sum, growth[i / 2 % 2], product(i));
+      }
+      if (chunk + 1 < kChunks) {
+        start_gemm(mma_pv, p,
+                   vt(_, _, _, chunk + 1, (progress.steps() - 1 - skipped) % Traits::kStages),
+                   false, product, [] {});
+      }
+    }
+  };
+
+  while (true) {
+    Softmax softmax(1.f);
+    while (next_rows()) {
+      const int count = rows().order.count;
+      // Steps that mask wait for both products: registers are short.
+      const auto finish_both = [&](auto& scores, bool is_pending, bool is_last, int skipped = 0) {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(scores);
+        finish_qk(is_last);
+        finish_pv(is_pending, skipped);
+      };
+      const auto weigh_masked = [&](auto& scores, int step) {
+        Tensor score_rows = row_column_view(scores);
+        if constexpr (Traits::kTakesMasks) transform(score_rows, step);
+        mask_scores(score_rows, step);
+        growth = softmax.careful_step(score_rows);
+        round_to_float8<Weight>(score_rows, p);
+        progress.next_step();
+      };
+      // The first also ends the row tile before. Where there is none, its product multiplies what
+      // happens to be in registers and shared memory, and is forgotten.
+      {
+        const bool has_previous = previous_rows().order.count > 0;
+        skip_first();
+        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
+        start_qk(scores);
+        RowNormaliser normaliser;
+        if (has_previous) normaliser = finish(previous_rows(), softmax);
+        start_pv(has_previous, num_skipped());
+        finish_both(scores, has_previous, count == 1, num_skipped());
+        if (has_previous) write(previous_rows(), normaliser, out);
+        softmax = Softmax(rows().transform.multiplier);
+        weigh_masked(scores, 0);
+        clear(out);
+      }
+      int step = 1;
+      for (; step < (Traits::kTakesMasks ? count : rows().num_first); ++step) {
+        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
+        start_qk(scores);
+        start_pv(true);
+        finish_both(scores, true, step + 1 == count);
+        weigh_masked(scores, step);
+      }
+      for (int left = Traits::kTakesMasks ? 0 : count - step; left > 0; --left) {
+        Tensor scores = partition_fragment_C(mma_qk, ScoresShape{});
+        Tensor score_rows = row_column_view(scores);
+        start_qk(scores);
+        start_pv(true);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(scores);
+        finish_qk(left == 1);
+        const auto next_growth = softmax.careful_step(score_rows);
+        hold(softmax.row_sum[0] + softmax.row_sum[1]);
+        finish_pv(true);
+        round_to_float8<Weight>(score_rows, p);
+        growth = next_growth;
+        progress.next_step();
+      }
+    }
+
+    const bool has_previous = previous_rows().order.count > 0;
+    turn.take();
+    start_pv(has_previous);
+    finish_pv(has_previous);
+    // The rows before, and rows that see no key.
+#pragma unroll 1
+    for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {
+      if (i == 1) {
+        softmax = Softmax(rows().transform.multiplier);
+        clear(out);
+      }
+      RowTile const& which = i == 1 ? rows() : previous_rows();
+      write(which, finish(which, softmax), out);
+    }
+    release(own.q_ring, progress.rows() - 1);
+    if (rows().is_end()) {
+      if (thread == 0) smem.redo_list.arrive();  // empty: the producer's next pass does not come
+      break;
+    }
+  }
+  turn.finish();
+  if (Traits::kStagesOutput && thread == 0)
+    tma_store_wait<0>();  // shared memory goes with the block
+}
+
+}  // namespace prefill::fa3
