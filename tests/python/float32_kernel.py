@@ -15,7 +15,7 @@ from torch import Tensor
 
 from exactness import CAP_ERRORS, LOG2_E
 from fakes import StubKernel
-from float8_scheme import FRACTION, LARGEST, STEP, e4m3
+from float8_scheme import LARGEST, cut_product, e4m3
 from prefill import support
 from prefill.request import FP8_DTYPES
 from prefill.rope import alibi_slopes as alibi_rule
@@ -31,7 +31,6 @@ class Float32Kernel(StubKernel):
     """Of what a fitted tanh may be off by."""
     tile = 96
     """Keys; not those of `float8_scheme`."""
-    fraction = FRACTION
 
     def __call__(
         self,
@@ -80,7 +79,7 @@ class Float32Kernel(StubKernel):
         distance = torch.arange(k.shape[0]) - torch.arange(q.shape[0])[:, None]
         distance = distance - (k.shape[0] - q.shape[0])
         seen = visible(distance, window_left, window_right, mask)
-        product = self.cut_product if native else torch.matmul
+        product = self.product if native else torch.matmul
         scores = product(by_head(q), by_head(k).mT)
         scale = (sm_scale * per_head(scale_q, 1) * per_head(scale_k, group)).float()
         if alibi or soft_cap > 0.0:
@@ -128,28 +127,20 @@ class Float32Kernel(StubKernel):
         heads, rows, keys = scores.shape
         largest = scores.new_full((heads, rows, 1), -math.inf)
         out = scores.new_zeros(heads, rows, values.shape[-1])
-        for last in range(keys, 0, -self.tile):
-            tile = slice(max(0, last - self.tile), last)
+        for first in reversed(range(0, keys, self.tile)):
+            tile = slice(first, first + self.tile)
             part = scores[..., tile]
             before, largest = largest, torch.maximum(largest, part.amax(-1, keepdim=True))
             anchor = largest.masked_fill(largest == -math.inf, 0.0)
             growth, weights = (torch.exp2((x - anchor) * multiplier) for x in (before, part))
-            fresh = self.cut_product(self.rounded_to_e4m3(weights), values[:, tile])
-            out = out * growth + fresh
+            out = out * growth + self.product(self.in_e4m3(weights), values[:, tile])
         return out / LARGEST
 
-    def rounded_to_e4m3(self, weights: Tensor) -> Tensor:
+    def in_e4m3(self, weights: Tensor) -> Tensor:
         return e4m3(weights * LARGEST)
 
-    def cut_product(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b, of whose sum so many bits of fraction are left after each step."""
-        total = a.new_zeros(*a.shape[:-1], b.shape[-1])
-        for first in range(0, a.shape[-1], STEP):
-            step = slice(first, first + STEP)
-            total = total + a[..., step] @ b[..., step, :]
-            lost = 23 - self.fraction
-            total = (total.view(torch.int32) >> lost << lost).view(torch.float32)
-        return total
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return cut_product(a, b)
 
 
 def multiplies_in_float8(backend: str, q: Tensor, k: Tensor, v: Tensor, rope: bool) -> bool:

@@ -19,6 +19,8 @@ at most `LONGEST_TILE` keys they lose up to `OF_SUMS` of sum p_j |v_j|, however 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,16 @@ def is_native(told: Explanation) -> bool:
     return told.dtype is not None and told.dtype.startswith("float8")
 
 
-def attend(logits: Tensor, values: Tensor, sink: Tensor) -> Tensor:
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def attend(
+    logits: Tensor,
+    values: Tensor,
+    sink: Tensor,
+    keys_of_tile: int = KEYS,
+    product: Product = torch.matmul,
+) -> Tensor:
     """[heads, rows, head_dim] of float32 logits [heads, rows, keys], -inf where nothing is seen.
 
     `sink` is [heads, rows, 1]. Tiles come from the last to the first, as in the kernels. Rows that
@@ -50,13 +61,13 @@ def attend(logits: Tensor, values: Tensor, sink: Tensor) -> Tensor:
     heads, rows, keys = logits.shape
     largest = logits.new_full((heads, rows, 1), -torch.inf)
     total, out = torch.zeros_like(largest), logits.new_zeros(heads, rows, values.shape[-1])
-    for last in range(keys, 0, -KEYS):
-        tile = slice(max(0, last - KEYS), last)
+    for first in reversed(range(0, keys, keys_of_tile)):
+        tile = slice(first, first + keys_of_tile)
         scores = logits[..., tile]
         before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
         anchor = largest.masked_fill(largest == -torch.inf, 0.0)
         growth, weights = torch.exp(before - anchor), torch.exp(scores - anchor)
-        out = out * growth + e4m3(weights * LARGEST) @ values[:, tile]
+        out = out * growth + product(e4m3(weights * LARGEST), values[:, tile])
         total = total * growth + weights.sum(-1, keepdim=True)
     highest = torch.maximum(largest, sink)
     share = torch.exp(largest - highest)
@@ -65,6 +76,16 @@ def attend(logits: Tensor, values: Tensor, sink: Tensor) -> Tensor:
 
 def e4m3(x: Tensor) -> Tensor:
     return x.to(torch.float8_e4m3fn).float()
+
+
+def cut_product(a: Tensor, b: Tensor, fraction: int = FRACTION) -> Tensor:
+    """a @ b in float32, of whose sum so many bits of fraction are left after each step."""
+    total, lost = a.new_zeros(*a.shape[:-1], b.shape[-1]), 23 - fraction
+    for first in range(0, a.shape[-1], STEP):
+        step = slice(first, first + STEP)
+        total = total + a[..., step] @ b[..., step, :]
+        total = (total.view(torch.int32) >> lost << lost).view(torch.float32)
+    return total
 
 
 def cut(q: Tensor, k: Tensor) -> Tensor:
