@@ -25,9 +25,16 @@ ROW_BYTES = 16
 def of(backend: str, request: PrefillRequest) -> torch.dtype:
     """The dtype of the kernel of `backend`, fa2 or fa3, for the call."""
     q_dtype = request.q.dtype
-    if q_dtype not in FP8_DTYPES or _is_native(backend, request):
+    if q_dtype in FP8_DTYPES and _is_native(backend, request):
         return q_dtype
-    return torch.bfloat16 if request.o_dtype == torch.bfloat16 else torch.float16
+    return widened(q_dtype, request.o_dtype)
+
+
+def widened(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the 16-bit kernel for such a query and output."""
+    if q_dtype not in FP8_DTYPES:
+        return q_dtype
+    return torch.bfloat16 if o_dtype == torch.bfloat16 else torch.float16
 
 
 def written_by(dtype: torch.dtype) -> torch.dtype:

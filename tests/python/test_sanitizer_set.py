@@ -13,8 +13,7 @@ import sanitizer_set
 from fakes import CLASSES, DTYPES, StubKernel, library, pretend
 from fuzz_check import outcome
 from garbage import WORDS
-from prefill import support
-from prefill.support import kernel_dtype
+from prefill import kernel_dtype, support
 from sanitizer_set import VARIANTS, cases_of, launch
 
 BUILD = library().build
@@ -66,7 +65,7 @@ def test_every_pass_is_touched(stub: StubKernel, backend: str, dtype: str) -> No
     assert {call["num_splits"] > 1 for call in only_parts} == {False, True}
     assert any(call["q"].shape[1] > call["k"].shape[1] for call in only_parts)
     of_float8 = [call for call in calls if call["q"].dtype in float8]
-    assert all(kernel_dtype(x["q"].dtype, x["out"].dtype) == own for x in of_float8)
+    assert all(kernel_dtype.widened(x["q"].dtype, x["out"].dtype) == own for x in of_float8)
     assert {call["q"].dtype for call in of_float8 if call["rope"]} == float8
     assert {call["q"].shape[2] for call in of_float8 if call["rope"]} == {56, 64}
     for name in ("rope", "alibi", "soft_cap", "sinks", "lse", "scale_q", "scale_k", "scale_v"):
