@@ -152,9 +152,7 @@ def _report(group: str, verdict: Verdict, progress: Progress) -> bool:
     return not verdict.wrong
 
 
-def _judge(
-    calls: list[Call], backend: str, error: Callable[[Call, Explanation], float]
-) -> Verdict:
+def _judge(calls: list[Call], backend: str, error: Callable[[Call, Explanation], float]) -> Verdict:
     largest, wrong, refused = 0.0, [], []
     for call in calls:
         told = explain(*call.passed(), backend=backend, **call.arguments)
@@ -194,7 +192,8 @@ def _against_reference(call: Call, told: Explanation) -> float:
     largest lose 2^-18 of it each; its sums over the keys of a tile lose up to 2^-8. The second
     call must give the same bits.
     """
-    assert told.backend is not None and told.dtype is not None
+    assert told.backend is not None
+    assert told.dtype is not None
     out, lse = call.run(told.backend)
     again, lse_again = call.run(told.backend)
     if not (torch.equal(out, again) and torch.equal(lse, lse_again)):
@@ -237,9 +236,11 @@ def _cut(call: Call) -> float:
     numbers of either sign that is less than 2^-11 of |q| |k|.
     """
     q, k = (x.float().norm(dim=-1).amax().item() for x in (call.q, call.k))
-    scales = [call.arguments[name] for name in ("scale_q", "scale_k") if name in call.arguments]
-    factor = math.prod(scale.abs().amax().item() for scale in scales)
-    return 2.0**-11 * q * k * call.q.shape[2] ** -0.5 * float(factor)
+    cut: float = 2.0**-11 * q * k / math.sqrt(call.q.shape[2])
+    for name in ("scale_q", "scale_k"):
+        if name in call.arguments:
+            cut *= call.arguments[name].abs().amax().item()
+    return cut
 
 
 def _ratio(value: Tensor, right: Tensor, allowed: Tensor) -> float:

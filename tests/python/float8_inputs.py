@@ -1,4 +1,4 @@
-"""Quantised q, k and v on which kernels that multiply in float8 are held against `float8_scheme`."""
+"""Quantised q, k and v, on which float8 kernels are held against `float8_scheme`."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def cut_product(a: Tensor, b: Tensor, fraction: int = FRACTION) -> Tensor:
-    """a @ b in float32, of whose sum so many bits of fraction are left after each step."""
+    """The product in float32, of whose sum so many bits of fraction are left after each step."""
     total, lost = a.new_zeros(*a.shape[:-1], b.shape[-1]), 23 - fraction
     for first in range(0, a.shape[-1], STEP):
         step = slice(first, first + STEP)

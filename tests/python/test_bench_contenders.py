@@ -205,7 +205,8 @@ def test_check_finds_faults() -> None:
     checker = Checker(case, inputs)
     right = reference(case, inputs)
     assert "shape" in checker.problem(right.transpose(0, 1), case.dtype)
-    assert "NaN" in checker.problem(right.clone().index_fill_(0, torch.tensor([50]), math.nan), case.dtype)
+    holed = right.clone().index_fill_(0, torch.tensor([50]), math.nan)
+    assert "NaN" in checker.problem(holed, case.dtype)
     assert "rows 184 to 199" in checker.problem(right * 1.05, case.dtype)
     assert checker.problem(right, case.dtype) == ""
     moved = right.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -134,9 +135,8 @@ def test_the_scheme() -> None:
     no_sink = torch.full((2, 5, 1), -math.inf)
     mean = values.mean(1, keepdim=True).expand(2, 5, 16)
     torch.testing.assert_close(attend(logits, values, no_sink), mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        attend(logits, values, torch.full((2, 5, 1), math.log(300.0))), mean / 2, rtol=1e-5, atol=1e-6
-    )
+    as_many = torch.full((2, 5, 1), math.log(300.0))
+    torch.testing.assert_close(attend(logits, values, as_many), mean / 2, rtol=1e-5, atol=1e-6)
     logits = 3 * normal(2, 5, 300, dtype=torch.float32, seed=1, device="cpu")
     logits[:, 0, 128:] = -math.inf  # its first tiles show it nothing
     weights = torch.softmax(logits.double(), -1)
@@ -179,7 +179,8 @@ def test_coarse_numbers_lose_nothing() -> None:
 
 def test_sums_of_a_tile_stay_within_what_they_may_lose() -> None:
     for keys in (96, 128, 192, 256):
-        weights = e4m3(LARGEST * normal(1, 50, keys, dtype=torch.float32, device="cpu").abs().neg().exp())
+        scores = normal(1, 50, keys, dtype=torch.float32, device="cpu")
+        weights = e4m3(LARGEST * scores.abs().neg().exp())
         values = e4m3(normal(1, keys, 32, dtype=torch.float32, seed=1, device="cpu").abs())
         exact = weights.double() @ values.double()
         error = (cut_product(weights, values).double() - exact).abs()
@@ -200,28 +201,17 @@ def test_explain_knows_what_the_op_will_do(monkeypatch: pytest.MonkeyPatch, layo
     """Wherever tensors lie: what is copied is dense when the op sees it."""
     stub = pretend(monkeypatch, kind=Noting)
     seen = set()
-    for dims in ((64, 64), (72, 64), (64, 40), (128, 96), (192, 128), (256, 256), (144, 144)):
-        for dtypes in ((E4M3, E4M3, E4M3), (E5M2, E5M2, E5M2), (E4M3, E5M2, E4M3)):
-            for position in ("none", "ALiBi", "RoPE"):
-                for layouts in ((layout,) * 3, ("dense", layout, "dense"), ("fused", "dense", layout)):
-                    for backend in ("fa2", "fa3"):
-                        case = fuzzed(
-                            qo_len=5,
-                            kv_len=9,
-                            dtypes=dtypes,
-                            head_dims=dims,
-                            position=position,
-                            layouts=layouts,
-                            backend=backend,
-                        )
-                        call = make_inputs(case, "cpu").call
-                        told = explain(*call.tensors, backend=backend, **call.arguments)
-                        run_it(call, backend)
-                        native = stub.calls[-1]["native"]
-                        assert (told.dtype == str(dtypes[0]).removeprefix("torch.")) == native, case
-                        seen.add((backend, native))
+    dims = ((64, 64), (72, 64), (64, 40), (128, 96), (192, 128), (256, 256), (144, 144))
+    dtypes = ((E4M3, E4M3, E4M3), (E5M2, E5M2, E5M2), (E4M3, E5M2, E4M3))
+    layouts = ((layout,) * 3, ("dense", layout, "dense"), ("fused", "dense", layout))
+    positions = ("none", "ALiBi", "RoPE")
+    names = ("backend", "head_dims", "dtypes", "position", "layouts")
+    for words in itertools.product(("fa2", "fa3"), dims, dtypes, positions, layouts):
+        case = fuzzed(qo_len=5, kv_len=9, **dict(zip(names, words, strict=True)))
+        call = make_inputs(case, "cpu").call
+        told = explain(*call.tensors, backend=case.backend, **call.arguments)
+        single_prefill_with_kv_cache(*call.tensors, backend=case.backend, **call.arguments)
+        native = stub.calls[-1]["native"]
+        assert (told.dtype == str(case.dtypes[0]).removeprefix("torch.")) == native, case
+        seen.add((case.backend, native))
     assert seen == {("fa2", False), ("fa3", False), ("fa3", True)}
-
-
-def run_it(call: Any, backend: str) -> None:
-    single_prefill_with_kv_cache(*call.tensors, backend=backend, **call.arguments)

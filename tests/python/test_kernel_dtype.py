@@ -117,7 +117,7 @@ def test_what_is_written() -> None:
 
 
 def test_the_resolver_asks_for_that_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build with nothing but float8 takes what it multiplies in float8, and says what it lacks."""
+    """A build with nothing but float8 takes what it multiplies so, and says what it lacks."""
     pretend_build(monkeypatch, library(dtypes=(), float8=("float8_e4m3fn",)))
     fa3 = PRIORITY[0]
     assert resolve(request(), H100) == "fa3"
