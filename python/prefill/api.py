@@ -164,15 +164,17 @@ def single_prefill_with_kv_cache(
             dtypes: q, k, v all float16, all bfloat16, or all float8 (e4m3fn, e5m2); or
             float16/bfloat16 q with float8 k and v. Strides: any. Where the last one is not 1, an
             outer one is not a multiple of 8 elements, or the address is not a multiple of 16 bytes,
-            fa2 and fa3 work on a copy; `explain` says so. They widen float8 first, which is exact:
-            to q's dtype, and with q to bfloat16 for a bfloat16 output, else to float16.
+            fa2 and fa3 work on a copy; `explain` says so. q, k and v of one float8 dtype are
+            multiplied in it by fa3 where docs/fp8.md says, with softmax weights in e4m3fn. Any
+            other float8 is widened first, which is exact: to q's dtype, and with q to bfloat16
+            for a bfloat16 output, else to float16.
         scale_q: Multiplier of q, e.g. to dequantise float8: float32 [num_qo_heads] or one element
             on q's device, or a float. Counts for 16-bit inputs too.
         scale_k: Likewise for k, [num_kv_heads].
         scale_v: Likewise for v, [num_kv_heads].
         o_dtype: dtype of the output: float16, bfloat16 or float32. Default: q's, or bfloat16 for
-            float8 q. Where it is not what fa2 and fa3 compute in, they need scratch memory for the
-            output in float32.
+            float8 q. Where it is not what the kernel writes (its own dtype, or bfloat16 if that is
+            float8), the call needs scratch memory for the output in float32.
         custom_mask: bool [qo_len, kv_len], True = keep. Any strides; fa2 and fa3 read it where it
             lies, or a copy where its last dimension is not dense.
         packed_custom_mask: uint8 [ceil(qo_len * kv_len / 8)]: bit `i * kv_len + j`, little-endian,

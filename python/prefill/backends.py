@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from prefill import support
+from prefill import kernel_dtype, support
 from prefill.request import PrefillRequest
 from prefill.support import DeviceInfo
 
@@ -54,12 +54,11 @@ class NativeBackend:
         if device.type != "cuda":
             return [f"{self.name} needs a CUDA device, and the tensors are on {device.type}"]
         reasons = []
-        dtype = support.kernel_dtype(request.q.dtype, request.o_dtype)
         reason = support.build_reason(
             self.name,
             device.capability,
             device.smem_per_block,
-            dtype,
+            kernel_dtype.of(self.name, request),
             request.head_dim_qk,
             request.head_dim_vo,
             device.is_here,

@@ -20,10 +20,11 @@ from prefill import support
 from prefill.api import explain, single_prefill_with_kv_cache_return_lse
 from prefill.backends import PRIORITY
 from prefill.devices import device_here
+from prefill.explain import Explanation
 from prefill.packing import packbits
 from prefill.plain import plain_attention
 from prefill.progress import Progress
-from prefill.request import HALF_DTYPES
+from prefill.request import FP8_DTYPES, HALF_DTYPES
 from prefill.rope import alibi_slopes
 
 KERNEL_LENGTHS = (150, 333)  # (qo_len, kv_len): no multiple of a tile, several tiles of keys
@@ -101,9 +102,6 @@ def run(device_name: str | None = None) -> int:
         for dtype, dims in rows:
             group = f"{name} {_group(dtype, dims)}"
             progress.step(group)
-            if dtype not in HALF_DTYPES:
-                unchecked.append((group, "the check has bounds for 16-bit queries alone"))
-                continue
             verdict = _judge(calls(dtype, dims, KERNEL_LENGTHS, device), name, _against_reference)
             if verdict.calls:
                 passed = _report(group, verdict, progress) and passed
@@ -154,7 +152,7 @@ def _report(group: str, verdict: Verdict, progress: Progress) -> bool:
     return not verdict.wrong
 
 
-def _judge(calls: list[Call], backend: str, error: Callable[[Call, str], float]) -> Verdict:
+def _judge(calls: list[Call], backend: str, error: Callable[[Call, Explanation], float]) -> Verdict:
     largest, wrong, refused = 0.0, [], []
     for call in calls:
         told = explain(*call.passed(), backend=backend, **call.arguments)
@@ -162,7 +160,7 @@ def _judge(calls: list[Call], backend: str, error: Callable[[Call, str], float])
             refused.append(f"{call.name}: {'; '.join(told.rejected[backend])}")
             continue
         try:
-            size = error(call, backend)
+            size = error(call, told)
         except RuntimeError as failure:  # CUDA's own: what an unfit driver or device says
             wrong.append(f"{call.name}: {failure}")
             continue
@@ -172,9 +170,9 @@ def _judge(calls: list[Call], backend: str, error: Callable[[Call, str], float])
     return Verdict(len(calls) - len(refused), largest, tuple(wrong), tuple(refused))
 
 
-def _against_plain(call: Call, backend: str) -> float:
+def _against_plain(call: Call, told: Explanation) -> float:
     """The reference's float32 results differ from the plain ones by one rounding."""
-    out, lse = call.run(backend, o_dtype=torch.float32)
+    out, lse = call.run("reference", o_dtype=torch.float32)
     arguments = call.arguments if call.plain is None else call.plain
     right, right_lse = plain_attention(call.q, call.k, call.v, **arguments)
     size, _ = plain_attention(call.q, call.k, _absolute(call.v), **arguments)
@@ -185,26 +183,37 @@ def _against_plain(call: Call, backend: str) -> float:
     )
 
 
-def _against_reference(call: Call, backend: str) -> float:
-    """The kernel's results differ from the reference's by what 16 bits cost at worst.
+def _against_reference(call: Call, told: Explanation) -> float:
+    """The kernel's results differ from the reference's by what its arithmetic costs at worst.
 
-    Weights and output round to 16 bits, half a unit each of `sum_j p_j |v_j|` and of the output;
-    float32 logits below 2^6 cost 2^-14 of that sum; float16 weights below 2^-14 lose 2^-25 each.
-    The second call must give the same bits.
+    Weights and output round, half a unit each of `sum_j p_j |v_j|` and of the output; float32
+    logits below 2^6 cost 2^-14 of that sum; float16 weights below 2^-14 lose 2^-25 each. A kernel
+    that multiplies in float8 rounds weights to e4m3fn, of which those below 2^-14 of a row's
+    largest lose 2^-18 of it each; its sums over the keys of a tile lose up to 2^-8. The second
+    call must give the same bits.
     """
-    out, lse = call.run(backend)
-    again, lse_again = call.run(backend)
+    assert told.backend is not None
+    assert told.dtype is not None
+    out, lse = call.run(told.backend)
+    again, lse_again = call.run(told.backend)
     if not (torch.equal(out, again) and torch.equal(lse, lse_again)):
         return math.inf
     right, right_lse = call.run("reference", o_dtype=torch.float32)
     size, _ = call.run("reference", v=_absolute(call.v), o_dtype=torch.float32)
-    dtype = support.kernel_dtype(call.q.dtype, out.dtype)
-    half_unit, out_half_unit = (torch.finfo(each).eps / 2 for each in (dtype, out.dtype))
+    dtype: torch.dtype = getattr(torch, told.dtype)
+    is_float8 = dtype in FP8_DTYPES
+    weights = torch.float8_e4m3fn if is_float8 else dtype
+    half_unit, out_half_unit = (torch.finfo(each).eps / 2 for each in (weights, out.dtype))
     allowed = 1.01 * (half_unit * size + out_half_unit * right.abs())
     allowed = allowed + (2.0**-14 + _turned(call)) * size
+    value_sum = call.k.shape[0] * _absolute(call.v).float().amax()
     if dtype == torch.float16:
-        allowed = allowed + 2.0**-25 * (1 + call.k.shape[0] * _absolute(call.v).float().amax())
+        allowed = allowed + 2.0**-25 * (1 + value_sum)
     lse_allowed = torch.full_like(right_lse, LSE_TOLERANCE + _turned(call))
+    if is_float8:
+        cut = _cut(call)
+        allowed = allowed + (2.0**-8 + 2.2 * cut) * size + 2.0**-18 * value_sum
+        lse_allowed = lse_allowed + 1.5 * cut  # log2(e), and a little
     # Rows without keys are exactly zero.
     allowed = allowed.masked_fill((right_lse == -math.inf)[..., None], 0.0)
     return max(_ratio(out, right, allowed), _ratio(lse, right_lse, lse_allowed))
@@ -218,6 +227,20 @@ def _turned(call: Call) -> float:
     """
     rotates = call.arguments.get("pos_encoding_mode") == "ROPE_LLAMA"
     return 4 * torch.finfo(call.q.dtype).eps / 2 if rotates else 0.0
+
+
+def _cut(call: Call) -> float:
+    """How far logits may be off whose products are summed as 8-bit tensor cores do.
+
+    They keep 13 bits of the sum that they have come to, 8 products at a time (docs/fp8.md). For
+    numbers of either sign that is less than 2^-11 of |q| |k|.
+    """
+    q, k = (x.float().norm(dim=-1).amax().item() for x in (call.q, call.k))
+    cut: float = 2.0**-11 * q * k / math.sqrt(call.q.shape[2])
+    for name in ("scale_q", "scale_k"):
+        if name in call.arguments:
+            cut *= call.arguments[name].abs().amax().item()
+    return cut
 
 
 def _ratio(value: Tensor, right: Tensor, allowed: Tensor) -> float:
@@ -263,6 +286,7 @@ def calls(
     k_hnd, v_hnd = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
     wide = torch.cat((v, k), -1)[..., : head_dims[1]]
     fp8_q, fp8_k, fp8_v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    written = torch.float16 if dtype in FP8_DTYPES else dtype
     causal = {"causal": True}
     return [
         Call("full", q, k, v),
@@ -280,6 +304,6 @@ def calls(
         Call("HND", q, k_hnd, v_hnd, {"kv_layout": "HND"}, {}),
         Call("values in a wider tensor", q, k, wide),
         Call("float8 keys and values", q, fp8_k, fp8_v),
-        Call("all float8", fp8_q, fp8_k, fp8_v, {"o_dtype": dtype}, {}),
+        Call("all float8", fp8_q, fp8_k, fp8_v, {"o_dtype": written}, {}),
         Call("float32 output", q, k, v, {"o_dtype": torch.float32}, {}),
     ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefill import ops, support
+import torch
+
+from prefill import kernel_dtype, ops, support
 from prefill.backends import PRIORITY, refusal, resolve
-from prefill.request import PrefillRequest
+from prefill.request import FP8_DTYPES, PrefillRequest
 from prefill.split_plan import split_plan
 from prefill.support import DeviceInfo, Kernel
 
@@ -33,8 +35,8 @@ class Explanation:
     copies: tuple[str, ...]
     """Tensors that pass through a copy first, with the reason."""
     passes: tuple[str, ...] = ()
-    """Tensors that a pass before the kernel rotates or widens, on the way into a copy, and how; and
-    the output, where the kernel cannot write its dtype.
+    """Tensors that a pass before the kernel rotates, widens or transposes, on the way into a copy,
+    and how; and the output, where the kernel cannot write its dtype.
     """
     packed_heads: int = 1
     """Query heads of one key head whose rows share a row tile; 1 = each head has its own."""
@@ -42,6 +44,8 @@ class Explanation:
     """Row tiles of the kernel over all heads; 0 = no kernel is launched."""
     num_whole_tiles: int = 0
     """Of these the first ones, so many, are not split even where `num_splits` is above 1."""
+    dtype: str | None = None
+    """What the kernel multiplies in, as in its name; float8 tensors are widened to any other."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend or 'none'} ({self.reason})", f"device:  {self.device}"]
@@ -83,7 +87,8 @@ def explain_request(request: PrefillRequest, device: DeviceInfo | None = None) -
         return Explanation(name, reason, rejected, str(device), None, None, 0, ())
     if name == "reference":
         return Explanation(name, reason, rejected, str(device), None, None, 1, ())
-    kernel = _kernel(name, request)
+    dtype = kernel_dtype.of(name, request)
+    kernel = _kernel(name, dtype, request)
     plan = split_plan(name, request, device.num_sms)
     return Explanation(
         name,
@@ -94,10 +99,11 @@ def explain_request(request: PrefillRequest, device: DeviceInfo | None = None) -
         (kernel.tile_m, kernel.tile_n),
         plan.num_splits,
         _copies(request),
-        _passes(request),
+        _passes(dtype, request),
         plan.packed_heads,
         plan.num_row_tiles,
         plan.num_whole_tiles,
+        kernel.dtype,
     )
 
 
@@ -111,13 +117,13 @@ def _reason(name: str, request: PrefillRequest) -> str:
     return f"auto: first in priority that can; {' and '.join(passed_over)} cannot"
 
 
-def _kernel(name: str, request: PrefillRequest) -> Kernel:
+def _kernel(name: str, dtype: torch.dtype, request: PrefillRequest) -> Kernel:
     build = support.native().build
     assert build is not None, "resolve() names a native backend only where the library is loaded"
     kernel = support.find_kernel(
         build,
         name,
-        support.dtype_name(support.kernel_dtype(request.q.dtype, request.o_dtype)),
+        support.dtype_name(dtype),
         request.head_dim_qk,
         request.head_dim_vo,
     )
@@ -136,22 +142,27 @@ def _copies(request: PrefillRequest) -> tuple[str, ...]:
     return tuple(f"{name}: {reason}" for name, reason in reasons.items() if reason)
 
 
-def _passes(request: PrefillRequest) -> tuple[str, ...]:
-    """What `csrc/common/prepare.h` makes of q, k and v, and the merging of parts of the output."""
+def _passes(dtype: torch.dtype, request: PrefillRequest) -> tuple[str, ...]:
+    """What is made of q, k and v for a kernel of `dtype`, and the merging of parts of the output.
+
+    `csrc/common/prepare.h` rotates and widens. 8-bit products want the keys of v side by side.
+    """
     rotated = "qk" if request.pos_encoding_mode == "ROPE_LLAMA" else ""
     q_dtype, o_dtype = request.q.dtype, request.o_dtype
-    kernel_dtype = support.kernel_dtype(q_dtype, o_dtype)
-    target = support.dtype_name(kernel_dtype)
-    is_fp8 = q_dtype != kernel_dtype
+    is_widened = q_dtype != dtype
     passes = []
     for name, tensor in (("q", request.q), ("k", request.k), ("v", request.v)):
         steps = []
-        if tensor.dtype != kernel_dtype:
-            steps.append(f"widened from {support.dtype_name(tensor.dtype)} to {target}")
+        if tensor.dtype != dtype:
+            steps.append(
+                f"widened from {support.dtype_name(tensor.dtype)} to {support.dtype_name(dtype)}"
+            )
         if name in rotated:
-            steps.append(f"rotated in {support.dtype_name(q_dtype)}" if is_fp8 else "rotated")
+            steps.append(f"rotated in {support.dtype_name(q_dtype)}" if is_widened else "rotated")
+        if name == "v" and dtype in FP8_DTYPES:
+            steps.append("transposed")
         if steps:
             passes.append(f"{name}: {' and '.join(steps)}")
-    if o_dtype != kernel_dtype:
+    if o_dtype != kernel_dtype.written_by(dtype):
         passes.append(f"out: {support.dtype_name(o_dtype)} by way of parts in float32")
     return tuple(passes)

@@ -78,21 +78,24 @@ def render(info: dict[str, Any]) -> str:
             "",
             table(
                 ["backend", "archs", "dtypes", "head dims (qk x vo)"],
-                [_kernel_row(build, backend) for backend in build["archs"]],
+                [row for backend in build["archs"] for row in _kernel_rows(build, backend)],
             ),
         ]
     lines += ["", table(["device", "backend", "usable"], _device_rows(info))]
     return "\n".join(lines)
 
 
-def _kernel_row(build: dict[str, Any], backend: str) -> list[str]:
+def _kernel_rows(build: dict[str, Any], backend: str) -> list[list[str]]:
+    """A row for dtypes of the same head-dim classes."""
     classes: defaultdict[str, list[str]] = defaultdict(list)
     for kernel in build["kernels"]:
         if kernel["backend"] == backend:
-            name = f"{kernel['head_dim_qk']}x{kernel['head_dim_vo']}"
-            classes[name].append(kernel["dtype"])
-    dtypes = sorted({dtype for each in classes.values() for dtype in each})
-    return [backend, " ".join(build["archs"][backend]), " ".join(dtypes), " ".join(classes)]
+            classes[kernel["dtype"]].append(f"{kernel['head_dim_qk']}x{kernel['head_dim_vo']}")
+    dtypes: defaultdict[str, list[str]] = defaultdict(list)
+    for dtype in sorted(classes):
+        dtypes[" ".join(classes[dtype])].append(dtype)
+    archs = " ".join(build["archs"][backend])
+    return [[backend, archs, " ".join(alike), dims] for dims, alike in dtypes.items()]
 
 
 def _device_rows(info: dict[str, Any]) -> list[list[str]]:

@@ -92,10 +92,7 @@ def run(
         return out, lse
 
     window_left, window_right = bounds(request)
-    # A subclass has no address of its own (FakeTensor), or wants to see the op (functorch,
-    # tracing).
-    direct = type(q) is Tensor and not torch.compiler.is_compiling()
-    launch = prepare_and_launch if direct else _prepared_attention
+    launch = prepare_and_launch if has_address(q) else _prepared_attention
     launch(
         backend,
         q,
@@ -198,6 +195,14 @@ def prepare_and_launch(
     )
     if not ready:
         out.copy_(target)
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Whether the tensor's memory can be asked after.
+
+    A subclass has none of its own (FakeTensor), or wants to see the op (functorch, tracing).
+    """
+    return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def is_kernel_ready(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from prefill import ops, support
+from prefill import kernel_dtype, ops, support
 from prefill.request import PrefillRequest
 
 
@@ -41,7 +41,7 @@ def split_plan(
     scale_q = request.scale_q
     is_one_scale = scale_q is None or scale_q.stride(0) == 0
     packs = request.pos_encoding_mode != "ALIBI" and is_one_scale
-    dtype = support.kernel_dtype(request.q.dtype, request.o_dtype)
+    dtype = kernel_dtype.of(backend, request)
     answer = _ask(
         backend,
         support.dtype_name(dtype),
@@ -54,7 +54,7 @@ def split_plan(
         window_left,
         window_right,
         packs,
-        request.o_dtype != dtype,
+        request.o_dtype != kernel_dtype.written_by(dtype),
         num_sms,
         num_splits,
     )

@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch.torch_version import TorchVersion
 
-from prefill.request import FP8_DTYPES
-
 LIBRARY_NAME = "_kernels.so"
 NO_LIBRARY = (
     "this installation has no compiled kernels: it was built with PREFILL_KERNELS=OFF, or where no "
@@ -205,17 +203,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def kernel_dtype(q_dtype: torch.dtype, o_dtype: torch.dtype) -> torch.dtype:
-    """What the kernel of a call computes in: the library's own rule (`csrc/common/torch_ops.cpp`).
-
-    float8 is widened, exactly, to what is written, or else to float16: of 16 bits it has the more
-    digits for softmax weights.
-    """
-    if q_dtype not in FP8_DTYPES:
-        return q_dtype
-    return torch.bfloat16 if o_dtype == torch.bfloat16 else torch.float16
-
-
 def _class_order(kernel: Kernel) -> int:
     return kernel.head_dim_qk + kernel.head_dim_vo
 
@@ -299,6 +286,22 @@ def _build_reason(
             f"device has {smem_per_block}"
         )
     return ""
+
+
+@lru_cache(maxsize=1024)
+def _has_kernel(
+    library: NativeLibrary, backend: str, dtype: torch.dtype, head_dim_qk: int, head_dim_vo: int
+) -> bool:
+    build = library.build
+    return build is not None and (
+        find_kernel(build, backend, dtype_name(dtype), head_dim_qk, head_dim_vo) is not None
+    )
+
+
+@constant_under_compile
+def has_kernel(backend: str, dtype: torch.dtype, head_dim_qk: int, head_dim_vo: int) -> bool:
+    """Whether the build has a kernel of `backend` for these, whatever the device."""
+    return _has_kernel(_native, backend, dtype, head_dim_qk, head_dim_vo)
 
 
 @constant_under_compile

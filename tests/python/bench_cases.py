@@ -67,7 +67,7 @@ def measured(
         if contender not in kwargs.get("refused", {}) and contender not in kwargs.get("wrong", {})
     }
     refused, wrong = kwargs.get("refused", {}), kwargs.get("wrong", {})
-    return report.case_result(case, 3, samples, refused, wrong)
+    return report.case_result(case, 3, samples, refused, wrong, dict.fromkeys(samples, "bfloat16"))
 
 
 def feature_cases() -> list[dict[str, Any]]:
@@ -81,5 +81,5 @@ def feature_cases() -> list[dict[str, Any]]:
         case = next(case for case in FEATURES if case.name == name)
         samples = {who: {"burst": Samples([seconds])} for who, seconds in times.items()}
         reasons = {who: f"{who} cannot" for who in ("fa3", "fa2", "cudnn") if who not in times}
-        found.append(report.case_result(case, 3, samples, reasons, {}))
+        found.append(report.case_result(case, 3, samples, reasons, {}, {}))
     return found

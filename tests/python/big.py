@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from exactness import Ledger, expect, normal
+from float8_scheme import is_native
 from prefill import explain, single_prefill_with_kv_cache
 from prefill.backends import MAX_LENGTH
 
@@ -245,13 +246,15 @@ def grids(s: Setting) -> None:
     heads = s.sizes.grid
     bfloat16, float32, e4m3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
     for kv_heads in (1, heads):
-        # Those of the passes too, which widen float8 and merge float32.
+        # Those of the passes too, which widen or transpose float8 and merge float32.
         for dtype, o_dtype in ((bfloat16, bfloat16), (e4m3, float32)):
             q, k, v = s.inputs(2, 5, (heads, kv_heads), dtype=dtype)
             out, lse = s.run(q, k, v, o_dtype=o_dtype)
+            native = is_native(explain(q, k, v, backend=s.backend, o_dtype=o_dtype))
             some = s.sample(heads)
             some_kv = some if kv_heads > 1 else slice(0, 1)
-            expected = expect(q[:, some], k[:, some_kv], v[:, some_kv], o_dtype=o_dtype)
+            few = q[:, some], k[:, some_kv], v[:, some_kv]
+            expected = expect(*few, o_dtype=o_dtype, native=native)
             label = f"{kv_heads} key heads, {dtype}"
             s.ledger.result(label, out[:, some], lse[:, some], expected)
             s.ledger.none(f"{label}: not finite", ~out.isfinite())

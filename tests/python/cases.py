@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from exactness import Ledger, expect, normal
+from float8_scheme import is_native
 from layouts import Guarded, amid_nan, relaid
 from prefill import explain, packbits, single_prefill_with_kv_cache
 from prefill.request import FP8_DTYPES
@@ -291,7 +292,12 @@ def check(
     ledger = Ledger()
     out, lse = written[0], written[1] if len(written) == 2 else None
     assert out.dtype == case.result_dtype
-    expected = expect(*call.plain_tensors, **call.plain_arguments, of_kernel=backend != "reference")
+    expected = expect(
+        *call.plain_tensors,
+        **call.plain_arguments,
+        of_kernel=backend != "reference",
+        native=is_native(told),
+    )
     ledger.result(str(case), out, lse, expected)
     for name, guarded in call.results.items():
         ledger.none(f"{case}: written beside {name}", guarded.written_outside())

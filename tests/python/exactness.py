@@ -13,7 +13,10 @@ The truth is computed in float64. A kernel may be off by
    quarter of the output's own rounding is allowed on top, or an eighth of the weights' where the
    output has more bits.
 
-float8 queries are computed in 16 bits: those of a 16-bit output, else float16.
+float8 queries are computed in 16 bits: those of a 16-bit output, else float16. Not so where fa3 has
+a kernel that multiplies in float8: weights round to e4m3fn then, the plain computation is that of
+`float8_scheme`, and what it says that 8-bit sums may lose is allowed in logits, LSE and output.
+Twice the plain error is no less than what these sums move.
 
 Rotated q and k are rounded to q's dtype. A kernel rotates in float32, off by 2^-22 of the size of a
 pair: of a few thousand values one lies so near the middle of two neighbours that it may become the
@@ -51,6 +54,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import float8_scheme
 from prefill.request import FP8_DTYPES
 
 ENOUGH = 2048
@@ -58,6 +62,8 @@ BIAS_ERROR = 2.0**-24
 """By how much of itself a logit is off that a bias was added to in float32."""
 CAP_ERRORS = (2.0**-16, 2.0**-18.3)
 """By how much of itself a kernel's capped logit may be off, up to 0.64 of the cap and above."""
+MOST_CHANGE = 50.0
+"""A logit that may be off by so much says nothing of its row."""
 LOG2_E = 1.0 / math.log(2.0)
 
 
@@ -115,7 +121,7 @@ class Ledger:
         self.none(f"{label}: NaN in out", out.isnan() != nan)
         error = (out.double() - expected.out).abs().masked_fill(nan, 0.0)
         beyond = (error - expected.worst).masked_fill(nan, 0.0)
-        self.at_most(f"{label}: out beyond 16-bit arithmetic", beyond.amax(), 0.0)
+        self.at_most(f"{label}: out beyond its arithmetic", beyond.amax(), 0.0)
         if out.numel() >= ENOUGH:
             apart = nan if few is None else nan | few
             floor = expected.unit / 4 * expected.out.masked_fill(apart, 0.0).abs().amax()
@@ -221,11 +227,13 @@ def expect(
     o_dtype: torch.dtype | None = None,
     first_key: int = 0,
     of_kernel: bool = True,
+    native: bool = False,
 ) -> Expected:
     """The truth for NHD tensors, and the plain computation's error.
 
     Keys that no row sees may be left out at the beginning: `first_key` of them. `of_kernel` is
-    False for a result of the reference.
+    False for a result of the reference, `native` True for one of a kernel that multiplies in
+    float8 (`float8_scheme.is_native`).
     """
     turned = pos_encoding_mode == "ROPE_LLAMA"
     natural = torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
@@ -284,10 +292,16 @@ def expect(
     lse = torch.logsumexp(logits, -1).transpose(0, 1)
     if lse_base == "2":
         lse = lse * LOG2_E
-    _, plain_weights = computed(torch.float32)
-    plain = product(plain_weights.to(kind_of_weights), torch.float32).to(o_dtype)
-
+    plain_logits, plain_weights = computed(torch.float32)
     unit, o_unit = (torch.finfo(dtype).eps / 2 for dtype in (kind_of_weights, o_dtype))
+    if native:
+        unit = float8_scheme.UNIT
+        *scores, sinks_of_rows = plain_logits.split((k.shape[0], 1), -1)
+        summed = float8_scheme.attend(*scores, values.float(), sinks_of_rows)
+        plain = (summed.nan_to_num(0.0) * values_scale.float()).transpose(0, 1).to(o_dtype)
+    else:
+        plain = product(plain_weights.to(kind_of_weights), torch.float32).to(o_dtype)
+
     size = (weights @ values.double().abs() * values_scale.abs()).transpose(0, 1)
     counts = torch.cat((seen.expand(heads, -1, -1), sink > -math.inf), -1)
     largest = logits.masked_fill(~counts, 0.0).abs().amax(-1).transpose(0, 1)[..., None]
@@ -309,7 +323,9 @@ def expect(
         key whose rotation lies between two values that is far from linear.
         """
         change = change.masked_fill(~seen, 0.0)
-        least_sum = 1.0 + (weights * (-change).expm1()).sum(-1, keepdim=True)  # it was 1
+        change = change.clamp(max=MOST_CHANGE)
+        others = (1.0 - weights.sum(-1, keepdim=True)).clamp(min=0.0)  # a sink's share
+        least_sum = others + (weights * (-change).exp()).sum(-1, keepdim=True)  # it was 1
         moved = weights * change.expm1() / least_sum
         sums = moved.sum(-1).transpose(0, 1)
         moved_out = (moved @ values.double().abs() * values_scale.abs()).transpose(0, 1)
@@ -325,14 +341,26 @@ def expect(
     if pos_encoding_mode == "ALIBI":
         moved_out, _ = moved_by(BIAS_ERROR * logits[..., :-1].abs())
         plain_error = torch.fmax(plain_error, moved_out / 2)  # which is NaN beside infinities
+    if native:
+        change = float8_scheme.cut(queries, keys) * scale.abs()
+        moved_out, moved_lse = moved_by(change)
+        highest = logits[..., :-1].masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+        of_largest = (highest - torch.logsumexp(logits, -1, keepdim=True)).exp().nan_to_num(0.0)
+        seen_size = seen.double() @ values.double().abs() * values_scale.abs()
+        subnormal = (float8_scheme.LEAST * of_largest * seen_size).transpose(0, 1)
+        moved_out = moved_out + float8_scheme.OF_SUMS * size
+        worst, lse_moved = worst + moved_out + subnormal, lse_moved + moved_lse
+        plain_error = torch.fmax(plain_error, moved_out / 2)
     if capped and of_kernel:
-        size = (logits[..., :-1] - bias).abs()
+        of_cap = (logits[..., :-1] - bias).abs()
         moved_out, moved_lse = moved_by(
-            size * torch.where(size < 0.64 * logits_soft_cap, *CAP_ERRORS)
+            of_cap * torch.where(of_cap < 0.64 * logits_soft_cap, *CAP_ERRORS)
         )
         worst, lse_moved = worst + moved_out, lse_moved + moved_lse
         plain_error = torch.fmax(plain_error, moved_out / 2)
-    return Expected(out, lse, plain_error, worst, lse_moved, max(o_unit, unit / 2))
+    return Expected(
+        out, lse, plain_error, worst, lse_moved, o_unit if native else max(o_unit, unit / 2)
+    )
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0, device: str = "cuda") -> Tensor:

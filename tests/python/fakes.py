@@ -19,6 +19,9 @@ from prefill.support import BuildInfo, DeviceInfo, NativeLibrary
 
 CLASSES = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = ("float16", "bfloat16")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+"""Of fa3, for `FLOAT8_CLASSES`: other head dims, and fa2, widen it."""
+FLOAT8_CLASSES = ((64, 64), (128, 128), (192, 128))
 WHOLE = SplitPlan(packed_heads=1, num_splits=1, num_row_tiles=1, num_whole_tiles=0)
 
 
@@ -26,10 +29,21 @@ def build_json(
     archs: dict[str, list[str]] | None = None,
     classes: tuple[tuple[int, int], ...] = CLASSES,
     dtypes: tuple[str, ...] = DTYPES,
+    float8: tuple[str, ...] | None = None,
     smem_bytes: int = 98304,
 ) -> str:
+    """The full build, or a trimmed one; its `float8` kernels go with all 16-bit dtypes."""
     if archs is None:
         archs = {"fa2": ["80-real", "90-real", "80-virtual"], "fa3": ["90a-real"]}
+    if float8 is None:
+        float8 = FLOAT8 if dtypes == DTYPES else ()
+    rows = [(backend, dtype, dims) for backend in archs for dtype in dtypes for dims in classes]
+    rows += [
+        ("fa3", dtype, dims)
+        for dtype in float8
+        for dims in FLOAT8_CLASSES
+        if "fa3" in archs and dims in classes
+    ]
     kernels = [
         {
             "backend": backend,
@@ -42,9 +56,7 @@ def build_json(
             "threads": 128,
             "smem_bytes": smem_bytes,
         }
-        for backend in archs
-        for dtype in dtypes
-        for qk, vo in classes
+        for backend, dtype, (qk, vo) in rows
     ]
     info = {"version": "0.1.0", "cuda": "13.0", "cutlass": "4.2.0", "torch_target": "2.10"}
     return json.dumps(info | {"archs": archs, "kernels": kernels})

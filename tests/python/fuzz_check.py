@@ -20,10 +20,12 @@ from torch import Tensor
 from cases import Call, make_call, make_tensors, placed
 from exactness import LOG2_E, Expected, Ledger, expect
 from fences import Fenced, fenced
+from float8_scheme import is_native
 from fuzz_cases import FuzzCase, fuzzed, simpler
 from garbage import DOCUMENTED, garbage
 from layouts import Guarded
 from prefill import explain, single_prefill_with_kv_cache
+from prefill.explain import Explanation
 from prefill.reference import reference_attention
 from prefill.request import make_request
 from split_cases import split_attention
@@ -123,7 +125,7 @@ def _outcome(case: FuzzCase, inputs: Inputs, device: str) -> Outcome:
     except Exception as error:  # any other type is what this looks for
         return Outcome(type(error).__name__, str(error))
     try:
-        _judge(case, inputs, told.backend, written, again)
+        _judge(case, inputs, told, written, again)
     except AssertionError as error:
         return Outcome("wrong", str(error))
     return Outcome("passed", told.backend)
@@ -217,7 +219,7 @@ def _fill(case: FuzzCase, q: Tensor, k: Tensor) -> None:
 def _judge(
     case: FuzzCase,
     inputs: Inputs,
-    backend: str,
+    told: Explanation,
     written: tuple[Tensor, ...],
     again: tuple[Tensor, ...],
 ) -> None:
@@ -230,7 +232,7 @@ def _judge(
     for name, guarded in call.results.items():
         ledger.none(f"written beside {name}", guarded.written_outside())
     if case.qo_len:
-        expected = _expected(case, call, backend)
+        expected = _expected(case, call, told)
         if case.stray is None:
             ledger.result("result", out, lse, expected)
         else:
@@ -241,13 +243,14 @@ def _judge(
     ledger.finish()
 
 
-def _expected(case: FuzzCase, call: Call, backend: str) -> Expected:
+def _expected(case: FuzzCase, call: Call, told: Explanation) -> Expected:
     q, k, v = call.plain_tensors
     if case.kv_len:
         if case.stray is not None and case.stray[0] == "v":
             # Its products with weights of 0 would be NaN. (What e4m3 makes of infinity is finite.)
             v = v.double().nan_to_num(0.0, 0.0, 0.0).to(v.dtype)
-        return expect(q, k, v, **call.plain_arguments, of_kernel=backend != "reference")
+        of_kernel, native = told.backend != "reference", is_native(told)
+        return expect(q, k, v, **call.plain_arguments, of_kernel=of_kernel, native=native)
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
     lse, sinks = out[..., 0] - math.inf, call.plain_arguments["sinks"]
     if sinks is not None:

@@ -16,6 +16,7 @@ import pytest
 
 from cases import BFLOAT16, E4M3, E5M2, FLOAT16, PLAIN, make_call
 from fakes import cuda, library, pretend
+from float8_scheme import is_native
 from prefill import backends
 from prefill.explain import Explanation, explain_request
 from prefill.request import make_request
@@ -68,7 +69,16 @@ FEATURES = (
             "bfloat16 q, float8_e5m2 k and v": (BFLOAT16, E5M2, E5M2),
             "all float8_e4m3fn": (E4M3, E4M3, E4M3),
             "all float8_e5m2": (E5M2, E5M2, E5M2),
+            "float8_e4m3fn q and k, float8_e5m2 v": (E4M3, E4M3, E5M2),
         }.items()
+    ),
+    Feature(
+        "q, k, v", "all float8_e4m3fn, head dims 72", {"dtypes": (E4M3,) * 3, "head_dims": (72, 72)}
+    ),
+    Feature(
+        "q, k, v",
+        "all float8_e4m3fn, head dims 256",
+        {"dtypes": (E4M3,) * 3, "head_dims": (256, 256)},
     ),
     *(
         Feature("q, k, v", f"head dims {qk} and {vo}", {"head_dims": (qk, vo)}, note)
@@ -117,6 +127,7 @@ FEATURES = (
     Feature("o_dtype", "that of q", {"o_dtype": "same"}),
     Feature("o_dtype", "the other one of 16 bits", {"o_dtype": "other 16 bits"}),
     Feature("o_dtype", "float32", {"o_dtype": "float32"}),
+    Feature("o_dtype", "float32 of all float8", {"dtypes": (E4M3,) * 3, "o_dtype": "float32"}),
     Feature("custom_mask", "dense", {"mask": "bool"}, MASK_PASS),
     Feature("custom_mask", "rows apart", {"mask": "bool, rows apart"}, MASK_PASS),
     Feature("custom_mask", "columns apart", {"mask": "bool, columns apart"}, MASK_PASS),
@@ -128,6 +139,11 @@ FEATURES = (
     Feature("pos_encoding_mode", '"ALIBI"', {"position": "ALiBi"}, LOGITS),
     Feature("alibi_slopes", 'with "ALIBI"', {"position": "ALiBi, slopes"}, LOGITS),
     Feature("pos_encoding_mode", '"ROPE_LLAMA"', {"position": "RoPE"}),
+    Feature(
+        "pos_encoding_mode",
+        '"ROPE_LLAMA" of all float8',
+        {"dtypes": (E4M3,) * 3, "position": "RoPE"},
+    ),
     Feature("rope_scale, rope_theta", 'with "ROPE_LLAMA"', {"position": "RoPE, scaled"}),
     Feature(
         "use_fp16_qk_reduction",
@@ -179,7 +195,8 @@ def cell(explanation: Explanation, backend: str) -> str:
     if explanation.backend is None:
         return f"no: {'; '.join(explanation.rejected[backend])}"
     copied = ", ".join(copy.partition(":")[0] for copy in explanation.copies)
-    return f"yes, copies {copied}" if copied else "yes"
+    in_float8 = ", in float8" if is_native(explanation) else ""
+    return f"yes, copies {copied}" if copied else f"yes{in_float8}"
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -192,11 +209,13 @@ def support_table(native: NativeLibrary) -> str:
     rows = []
     for feature in FEATURES:
         answers = {name: explained(feature.case, name, HOPPER, native) for name in COLUMNS}
-        reasons = dict.fromkeys(
-            made.partition(": ")[2]
-            for each in answers.values()
-            for made in (*each.copies, *each.passes)
-        )
+        reasons: dict[str, None] = {}
+        for name, each in answers.items():
+            for made in (*each.copies, *each.passes):
+                tensor, _, reason = made.partition(": ")
+                if is_native(each) and reason not in reasons:  # not what another one does
+                    reason = f"{name}: {tensor} {reason}"
+                reasons[reason] = None
         note = "; ".join([*reasons, *([feature.note] if feature.note else [])])
         cells = (cell(answer, name) for name, answer in answers.items())
         rows.append((feature.arguments, feature.what, *cells, note))

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 import prefill
 from bench_cases import CAUSAL, CPU, FEATURES, FEW_HEADS, MASKS, SQUARE, small
-from fakes import pretend
+from fakes import library, pretend
 from prefill.bench import contenders, masks
 from prefill.bench.cases import (
     FULL_AND_CAUSAL,
@@ -24,7 +24,7 @@ from prefill.bench.cases import (
     quantised,
     random_sinks,
 )
-from prefill.bench.check import Checker
+from prefill.bench.check import UNIT_ROUNDOFF, Checker
 
 
 def test_available_contenders() -> None:
@@ -39,7 +39,7 @@ def test_sdpa_computes_the_case(heads: Heads, kind: str) -> None:
     sdpa = contenders.Sdpa("math", SDPBackend.MATH)
     out, reason = contenders.attempt(sdpa, lambda: sdpa.prepare(case, inputs)())
     assert reason == ""
-    assert Checker(case, inputs).problem(sdpa.as_nhd(out)) == ""
+    assert Checker(case, inputs).problem(sdpa.as_nhd(out), case.dtype) == ""
 
 
 @pytest.mark.parametrize("length", [SQUARE, Length(40, 200)])
@@ -63,7 +63,7 @@ def test_sdpa_is_given_features_as_masks(variant: Variant, length: Length) -> No
     for inputs in sets:
         out, reason = contenders.attempt(sdpa, lambda x=inputs: sdpa.prepare(case, x)())
         assert reason == ""
-        assert Checker(case, inputs).problem(sdpa.as_nhd(out)) == ""
+        assert Checker(case, inputs).problem(sdpa.as_nhd(out), case.dtype) == ""
     assert sdpa._mask(case, sets[0]) is sdpa._mask(case, sets[1])
     other = small(CAUSAL, length)
     inputs = other.inputs(CPU, {"window_left": 0}, 0)
@@ -103,7 +103,7 @@ def test_sdpa_refuses_what_it_would_compute_otherwise() -> None:
     one_row = small(length=Length(1, 96))
     inputs = one_row.inputs(CPU, one_row.arguments(CPU), 0)
     out = sdpa.as_nhd(sdpa.prepare(one_row, inputs)())
-    assert Checker(one_row, inputs).problem(out) == ""
+    assert Checker(one_row, inputs).problem(out, one_row.dtype) == ""
 
 
 @pytest.mark.parametrize("heads", [Heads(4, 4, 64, 64), FEW_HEADS])
@@ -114,7 +114,7 @@ def test_flash_has_a_causal_mask_that_ends_at_the_last_key(heads: Heads) -> None
     call = contenders.Sdpa("flash", SDPBackend.FLASH_ATTENTION).prepare(append, inputs)
     math = contenders.Sdpa("math", SDPBackend.MATH)
     with math.context():
-        assert Checker(append, inputs).problem(math.as_nhd(call())) == ""
+        assert Checker(append, inputs).problem(math.as_nhd(call()), append.dtype) == ""
 
 
 def test_ours_writes_into_a_given_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_ours_writes_into_a_given_output(monkeypatch: pytest.MonkeyPatch) -> Non
     out = call()
     assert call() is out
     assert [made["backend"] for made in stub.calls] == ["fa3", "fa3"]
-    assert Checker(case, inputs).problem(out) == ""
+    assert Checker(case, inputs).problem(out, case.dtype) == ""
 
 
 def test_a_refusal_keeps_its_reason() -> None:
@@ -147,10 +147,10 @@ def test_float8_is_computed_in_the_case_s_dtype(
     assert (inputs.q.dtype, inputs.k.dtype, inputs.v.dtype) == case.dtypes
     call = contenders.available()["fa3"].prepare(case, inputs)
     checker = Checker(case, inputs)
-    assert checker.problem(call()) == ""
+    assert checker.problem(call(), case.dtype) == ""
     unscaled = case.inputs(CPU, {"causal": True}, 0)
     wrong = contenders.available()["fa3"].prepare(case, unscaled)()
-    assert "times the tolerance" in checker.problem(wrong)
+    assert "times the tolerance" in checker.problem(wrong, case.dtype)
 
 
 def reference(case: Case, inputs: Any) -> torch.Tensor:
@@ -179,8 +179,8 @@ def test_check_accepts_the_reference(variant: Variant, length: Length) -> None:
     inputs = case.inputs(CPU, case.arguments(CPU), 0)
     checker = Checker(case, inputs)
     right = reference(case, inputs)
-    assert checker.problem(right) == ""
-    assert checker.problem(right.clone()) == ""
+    assert checker.problem(right, case.dtype) == ""
+    assert checker.problem(right.clone(), case.dtype) == ""
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_check_finds_a_feature_that_is_left_out(variant: Variant) -> None:
     case = small(Variant(arguments), Length(200, 200))
     inputs = case.inputs(CPU, case.arguments(CPU), 0)
     plain = prefill.single_prefill_with_kv_cache(inputs.q, inputs.k, inputs.v, causal=causal)
-    assert "times the tolerance" in Checker(case, inputs).problem(plain)
+    assert "times the tolerance" in Checker(case, inputs).problem(plain, case.dtype)
 
 
 def test_check_finds_faults() -> None:
@@ -204,20 +204,43 @@ def test_check_finds_faults() -> None:
     inputs = case.inputs(CPU, case.arguments(CPU), 0)
     checker = Checker(case, inputs)
     right = reference(case, inputs)
-    assert "shape" in checker.problem(right.transpose(0, 1))
-    assert "NaN" in checker.problem(right.clone().index_fill_(0, torch.tensor([50]), math.nan))
-    assert "rows 184 to 199" in checker.problem(right * 1.05)
-    assert checker.problem(right) == ""
+    assert "shape" in checker.problem(right.transpose(0, 1), case.dtype)
+    holed = right.clone().index_fill_(0, torch.tensor([50]), math.nan)
+    assert "NaN" in checker.problem(holed, case.dtype)
+    assert "rows 184 to 199" in checker.problem(right * 1.05, case.dtype)
+    assert checker.problem(right, case.dtype) == ""
     moved = right.clone()
     moved[50, 1] = moved[51, 1]  # in none of the rows that are always looked at
-    assert "rows 50 to 50" in checker.problem(moved)
+    assert "rows 50 to 50" in checker.problem(moved, case.dtype)
 
 
-@pytest.mark.parametrize(("float8", "text"), [("qkv", ""), ("kv", "times the tolerance")])
-def test_check_judges_by_what_computes(float8: str, text: str) -> None:
-    """All of float8 is bfloat16's, whatever the grid's dtype; an error that float16 has not."""
+@pytest.mark.parametrize(
+    ("float8", "native", "dtype"),
+    [
+        ("", True, torch.float16),
+        ("kv", True, torch.float16),
+        ("qkv", True, torch.float8_e4m3fn),
+        ("qkv", False, torch.bfloat16),
+    ],
+)
+def test_check_judges_by_what_computes(
+    monkeypatch: pytest.MonkeyPatch, float8: str, native: bool, dtype: torch.dtype
+) -> None:
+    """All of float8 is bfloat16's where it is widened, whatever the grid's dtype."""
+    pretend(monkeypatch, native=library() if native else library(float8=()))
     case = small(quantised(float8, "causal", causal=True), dtype=torch.float16)
     inputs = case.inputs(CPU, case.arguments(CPU), 0)
-    off = reference(case, inputs).float() * (1 + 2.0**-8)
-    assert text in (problem := Checker(case, inputs).problem(off.to(case.o_dtype)))
-    assert bool(text) == bool(problem)
+    assert contenders.Ours("fa3").dtype(case, inputs) == dtype
+    checker, right = Checker(case, inputs), reference(case, inputs).float()
+    for judged, unit in UNIT_ROUNDOFF.items():
+        off = (right * (1 + unit)).to(case.o_dtype)
+        assert (checker.problem(off, dtype) == "") == (unit <= UNIT_ROUNDOFF[dtype]), judged
+
+
+def test_what_others_multiply_in() -> None:
+    mixed = small(quantised("kv", "causal"), dtype=torch.float16)
+    for case in (small(), mixed, small(quantised("qkv", "causal"))):
+        inputs = case.inputs(CPU, {}, 0)
+        sdpa = contenders.Sdpa("cudnn", SDPBackend.CUDNN_ATTENTION)
+        assert sdpa.dtype(case, inputs) == case.dtype
+        assert contenders.FlashInfer().dtype(case, inputs) == case.dtypes[0]

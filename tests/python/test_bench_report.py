@@ -11,6 +11,7 @@ import torch
 import prefill
 from bench_cases import feature_cases, measured
 from prefill.bench import machine, report
+from prefill.bench.cases import GRIDS, expand
 
 RESULTS = sorted((Path(__file__).parents[2] / "docs/results").glob("*.json"))
 
@@ -110,6 +111,29 @@ def test_remarks_and_progress() -> None:
     assert report.progress(cases[0], "burst") == (
         "d128 512 full, burst: flash -, fa3 429, cudnn 358, fa2 215, ours/cudnn 1.20"
     )
+
+
+def test_what_float8_is_multiplied_in_is_told() -> None:
+    cases = expand(GRIDS["fp8"])
+    results = []
+    for name in ("d128 2k full", "d128 2k full float8", "d128 2k full float8 kv"):
+        case = next(case for case in cases if case.name == name)
+        dtypes = {"fa3": "bfloat16", "fa2": "bfloat16"}
+        if case.variant.float8 == "qkv":
+            dtypes["fa3"] = "float8_e4m3fn"
+        results.append(report.case_result(case, 3, {}, {}, {}, dtypes))
+    assert [result["multiplies_in"]["fa3"] for result in results] == [
+        *("bfloat16", "float8_e4m3fn", "bfloat16")
+    ]
+    assert report.remarks(results) == [
+        "fa3: multiplies qkv of float8 in float8_e4m3fn (d128 2k full float8)",
+        "fa2: multiplies qkv of float8 in bfloat16 (d128 2k full float8)",
+        "fa3: multiplies kv of float8 in bfloat16 (d128 2k full float8 kv)",
+        "fa2: multiplies kv of float8 in bfloat16 (d128 2k full float8 kv)",
+    ]
+    for result in results:  # a run that was written before it was told
+        del result["multiplies_in"]
+    assert report.remarks(results) == []
 
 
 def test_smi_line() -> None:

@@ -124,6 +124,7 @@ class Noted:
         self.name = backend
         self.context = self._ours.context
         self.as_nhd = self._ours.as_nhd
+        self.dtype = self._ours.dtype
 
     def prepare(self, case: Case, inputs: Any) -> contenders.Call:
         call = self._ours.prepare(case, inputs)
@@ -167,6 +168,7 @@ def test_graphs(fake_device: FakeDevice, per_graph: int, monkeypatch: pytest.Mon
     prepared = timing.prepare(small(), chosen, CPU, lambda: 1500)
     assert prepared.sets == 4
     assert [runner.name for runner in prepared.runners] == ["fa3"]
+    assert prepared.dtypes == {"fa3": "bfloat16"}
     assert "times the tolerance" in prepared.wrong["fa2"]
     assert prepared.refused["fa9"].startswith("ValueError: backend")
     graphs = fake_device.captured[: 4 // per_graph]
@@ -217,7 +219,7 @@ def test_a_case_that_nobody_can_run(
     prepared = timing.prepare(case, chosen, CPU, lambda: None)
     assert prepared.runners == []
     result = report.case_result(
-        case, prepared.sets, timing.measure([], ["burst"], timing.QUICK), prepared.refused, {}
+        case, prepared.sets, timing.measure([], ["burst"], timing.QUICK), prepared.refused, {}, {}
     )
     told = report.remarks([result])
     assert len(told) == 3

@@ -52,13 +52,19 @@ NEWEST_VERSIONS = {  # what manylinux_2_34 allows; docs/building.md names the ta
     "CXXABI": (1, 3, 13),
     "GCC": (11, 0),
 }
-DTYPES = {"0": "float16", "1": "bfloat16"}  # enum class DType
+DTYPES = {  # enum class DType
+    "0": "float16",
+    "1": "bfloat16",
+    "2": "float8_e4m3fn",
+    "3": "float8_e5m2",
+}
 
 MAIN_KERNEL = re.compile(
     r"7prefill3(?P<backend>fa\d)16attention_kernel"
     r".*DTypeE(?P<dtype>\d).*HeadDimsILi(?P<qk>\d+)ELi(?P<vo>\d+)E"
 )
 MUST_HAVE = {"fa2": {"HMMA", "LDGSTS"}, "fa3": {"HGMMA", "UTMALDG", "USETMAXREG"}}
+IN_FLOAT8 = {"HGMMA": "QGMMA"}
 LOCAL_MEMORY = {"LDL", "STL"}
 
 
@@ -193,11 +199,23 @@ def test_embedded_archs_are_those_of_the_build() -> None:
     assert ptx == set().union(*(archs_of(backend, "virtual") for backend in backends))
 
 
+def must_have(row: tuple[str, str, int, int]) -> set[str]:
+    backend, dtype = row[:2]
+    if not dtype.startswith("float8"):
+        return MUST_HAVE[backend]
+    return {IN_FLOAT8.get(name, name) for name in MUST_HAVE[backend]}
+
+
+def test_what_kernels_must_have() -> None:
+    assert must_have(("fa3", "bfloat16", 64, 64)) == {"HGMMA", "UTMALDG", "USETMAXREG"}
+    assert must_have(("fa3", "float8_e5m2", 64, 64)) == {"QGMMA", "UTMALDG", "USETMAXREG"}
+
+
 def test_kernels_use_the_instructions_they_are_for() -> None:
     missing = [
         (function.arch, function.name, sorted(lacking))
         for function in main_kernels()
-        if function.row and (lacking := MUST_HAVE[function.row[0]] - set(function.instructions))
+        if function.row and (lacking := must_have(function.row) - set(function.instructions))
     ]
     assert not missing
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from exactness import expect
-from fakes import StubKernel, cuda, library, pretend
+from fakes import FLOAT8, StubKernel, cuda, library, pretend
+from float32_kernel import Float32Kernel
 from naive import naive_attention
-from prefill import check, reference, support
+from prefill import check, kernel_dtype, reference, support
 from prefill.__main__ import main
 from prefill.backends import NativeBackend
 from prefill.plain import plain_attention
@@ -68,7 +69,7 @@ def tensor_cores(_: StubKernel, *args: Any) -> None:
     """What kernels compute: 16-bit weights, float32 sums, rotations in float32."""
     given = dict(zip(ARGUMENTS, args, strict=True))
     q, k, v, out, lse = (given[name] for name in ("q", "k", "v", "out", "lse"))
-    dtype = support.kernel_dtype(q.dtype, out.dtype)
+    dtype = kernel_dtype.widened(q.dtype, out.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     (rows, heads, _), keys = q.shape, k.shape[0]
     if given["rope"]:
@@ -278,15 +279,38 @@ def test_calls_use_every_backend_s_features() -> None:
 def test_kernels_that_cannot_be_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of another dtype of queries, or too large for the device's shared memory."""
-    dtypes = ("float16", "float8_e4m3fn")
-    native = library(classes=((64, 64),), dtypes=dtypes, smem_bytes=200 << 10)
+    """They are too large for the device's shared memory."""
+    native = library(classes=((64, 64),), dtypes=("float16",), smem_bytes=200 << 10)
     pretend(monkeypatch, cuda(8, 6, 99 << 10), native)
     assert check.run("cpu") == 0
     text = capsys.readouterr().out
-    assert "fa2 float8_e4m3fn 64x64 NOT CHECKED: the check has bounds for 16-bit queries" in text
     assert "fa2 float16 64x64 NOT CHECKED: full: kernel fa2_float16_64x64 needs 204800" in text
-    assert text.endswith("not checked: fa3, fa2 float16 64x64, fa2 float8_e4m3fn 64x64\n")
+    assert text.endswith("not checked: fa3, fa2 float16 64x64\n")
+
+
+class Plain8(Float32Kernel):
+    """Its weights are as coarse as those of e5m2."""
+
+    def in_e4m3(self, weights: Tensor) -> Tensor:
+        return super().in_e4m3(weights).to(torch.float8_e5m2).float()
+
+
+@pytest.mark.parametrize("kind", [Float32Kernel, Plain8])
+def test_kernels_of_float8(
+    kind: type[StubKernel], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Honest arithmetic passes and comes near what is allowed; one bit less does not."""
+    native = library(archs={"fa3": ["90a-real"]}, classes=((128, 128),))
+    pretend(monkeypatch, native=native, kind=kind)
+    monkeypatch.setattr(check, "REFERENCE_HEAD_DIMS", ())
+    assert check.run("cpu") == (kind is Plain8)
+    text = capsys.readouterr().out
+    for dtype in FLOAT8:
+        told = re.search(rf"fa3 {dtype} 128x128: (\w+) \(17 calls, largest error ([\d.]+) of", text)
+        assert told is not None
+        assert told[1] == ("WRONG" if kind is Plain8 else "ok")
+        assert kind is Plain8 or 0.4 < float(told[2]) < 1.0
+    assert "fa3 float16 128x128: ok" in text
 
 
 @pytest.mark.usefixtures("_small")

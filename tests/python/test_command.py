@@ -85,14 +85,20 @@ def test_info_of_a_full_build_and_an_a100(
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    assert "fa2      80-real 90-real 80-virtual  bfloat16 float16  64x64 128x128" in text
+    rows = [line.split("  ") for line in text.splitlines()]
+    kernels = [[cell.strip() for cell in row if cell] for row in rows if row[0] in ("fa2", "fa3")]
+    assert kernels == [
+        ["fa2", "80-real 90-real 80-virtual", "bfloat16 float16", "64x64 128x128 192x128 256x256"],
+        ["fa3", "90a-real", "bfloat16 float16", "64x64 128x128 192x128 256x256"],
+        ["fa3", "90a-real", "float8_e4m3fn float8_e5m2", "64x64 128x128 192x128"],
+    ]
     assert "cuda:0 Fake GPU sm_80 (8.0)  fa2        yes" in text
     assert "fa3        no: the device has compute capability 8.0" in text
     assert "driver's CUDA 13.1" in text
     assert main(["info", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["devices"][0]["backends"]["fa2"] is None
-    assert len(told["build"]["kernels"]) == 16
+    assert len(told["build"]["kernels"]) == 22
 
 
 def test_info_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

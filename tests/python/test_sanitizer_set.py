@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+import prefill
 import sanitizer_set
-from fakes import CLASSES, DTYPES, StubKernel, library, pretend
+from cases import make_call
+from fakes import CLASSES, DTYPES, FLOAT8, FLOAT8_CLASSES, StubKernel, library, pretend
 from fuzz_check import outcome
 from garbage import WORDS
-from prefill import support
-from prefill.support import kernel_dtype
+from prefill import kernel_dtype, support
 from sanitizer_set import VARIANTS, cases_of, launch
 
 BUILD = library().build
@@ -35,13 +36,11 @@ def test_every_row_is_touched(
     assert sanitizer_set.main(["--device=cpu"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["kernels"] == list(ROWS)
-    assert told["calls"] == len(launched) >= len(ROWS) * (len(VARIANTS) + 1)
+    assert told["calls"] == len(launched) >= len(ROWS) * len(VARIANTS)
     found = set()
     for case in launched:
-        dtype = support.dtype_name(support.kernel_dtype(case.dtypes[0], case.result_dtype))
-        kernel = support.find_kernel(BUILD, case.backend, dtype, *case.head_dims)
-        assert kernel is not None
-        found.add(kernel.name)
+        call = make_call(case, "cpu")
+        found.add(prefill.explain(*call.tensors, backend=case.backend, **call.arguments).kernel)
     assert found == set(ROWS)
 
 
@@ -66,7 +65,7 @@ def test_every_pass_is_touched(stub: StubKernel, backend: str, dtype: str) -> No
     assert {call["num_splits"] > 1 for call in only_parts} == {False, True}
     assert any(call["q"].shape[1] > call["k"].shape[1] for call in only_parts)
     of_float8 = [call for call in calls if call["q"].dtype in float8]
-    assert all(kernel_dtype(x["q"].dtype, x["out"].dtype) == own for x in of_float8)
+    assert all(kernel_dtype.widened(x["q"].dtype, x["out"].dtype) == own for x in of_float8)
     assert {call["q"].dtype for call in of_float8 if call["rope"]} == float8
     assert {call["q"].shape[2] for call in of_float8 if call["rope"]} == {56, 64}
     for name in ("rope", "alibi", "soft_cap", "sinks", "lse", "scale_q", "scale_k", "scale_v"):
@@ -88,7 +87,21 @@ def test_every_pass_is_touched(stub: StubKernel, backend: str, dtype: str) -> No
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_calls_of_a_float8_row_are_its_own(stub: StubKernel, dtype: str) -> None:
+    for dims in FLOAT8_CLASSES:
+        row = f"fa3_{dtype}_{dims[0]}x{dims[1]}"
+        for name, case in cases_of(ROWS[row]):
+            call = make_call(replace(case, view=case.layouts[2]), "cpu")
+            told = prefill.explain(*call.tensors, backend="fa3", **call.arguments)
+            assert told.kernel == row, name
+            launch(case, "cpu")
+    outputs = {call["out"].dtype for call in stub.calls}
+    assert outputs == {torch.float16, torch.bfloat16, torch.float32}
+    assert {call["num_splits"] for call in stub.calls} >= {0, 3, 5}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *FLOAT8])
 def test_results_are_right(stub: StubKernel, dtype: str) -> None:
     assert (64, 64) in CLASSES
     for name, case in cases_of(ROWS[f"fa3_{dtype}_64x64"]):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import prefill
-from fakes import WHOLE, cuda, pretend, pretend_build
+from fakes import WHOLE, cuda, library, pretend, pretend_build
 from prefill import support
 from prefill.__main__ import main
 from prefill.devices import DEVICES, device_info_of, typical_num_sms
@@ -82,7 +82,7 @@ def test_what_is_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("o_dtype", "kernel", "only_parts"),
+    ("o_dtype", "widened", "only_parts"),
     [
         (None, "bfloat16", False),
         (torch.bfloat16, "bfloat16", False),
@@ -91,12 +91,20 @@ def test_what_is_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ],
 )
 def test_the_dtype_of_float8_queries(
-    monkeypatch: pytest.MonkeyPatch, o_dtype: torch.dtype | None, kernel: str, only_parts: bool
+    monkeypatch: pytest.MonkeyPatch, o_dtype: torch.dtype | None, widened: str, only_parts: bool
 ) -> None:
-    stub = pretend_build(monkeypatch)
+    """Tiles differ by it; a kernel of float8 writes bfloat16, and any other output by parts."""
     call = make_request(*(x.to(torch.float8_e5m2) for x in inputs()), o_dtype=o_dtype)
-    assert split_plan("fa3", call, 132) == WHOLE
-    assert (stub.calls[0]["dtype"], stub.calls[0]["only_parts"]) == (kernel, only_parts)
+    native_parts = o_dtype not in (None, torch.bfloat16)
+    for backend, float8, asked in (
+        ("fa3", ("float8_e5m2",), ("float8_e5m2", native_parts)),
+        ("fa3", ("float8_e4m3fn",), (widened, only_parts)),
+        ("fa3", (), (widened, only_parts)),
+        ("fa2", ("float8_e5m2",), (widened, only_parts)),
+    ):
+        stub = pretend_build(monkeypatch, library(float8=float8))
+        assert split_plan(backend, call, 132) == WHOLE
+        assert (stub.calls[0]["dtype"], stub.calls[0]["only_parts"]) == asked
 
 
 def test_the_dtype_is_that_of_q(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 import prefill
 from cases import E4M3, E5M2, per_head, random_mask
 from exactness import LOG2_E, Ledger, expect, normal
+from float8_scheme import is_native
 from layouts import COPIED, IN_PLACE, amid_nan, relaid
 from prefill import packbits
 from split_cases import split_attention
@@ -67,7 +68,9 @@ class Run:
         """The result, which float64 confirms."""
         out, lse = self(q, k, v, **arguments)
         ledger = Ledger()
-        expected = expect(q, k, v, **arguments, of_kernel=self.backend != "reference")
+        told = prefill.explain(q, k, v, backend=self.backend, **arguments)
+        of_kernel, native = self.backend != "reference", is_native(told)
+        expected = expect(q, k, v, **arguments, of_kernel=of_kernel, native=native)
         ledger.result(str(arguments), out, lse, expected)
         ledger.finish()
         return out, lse

@@ -16,12 +16,13 @@ from prefill.api import single_prefill_with_kv_cache
 from prefill.bench.cases import Case, Inputs
 from prefill.packing import unpack_mask_block
 from prefill.reference import Span
-from prefill.support import kernel_dtype
 
 ROWS = 16
 UNIT_ROUNDOFF = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
+    torch.float8_e4m3fn: 2.0**-4,
+    torch.float8_e5m2: 2.0**-4,  # its kernels round weights to e4m3fn
 }
 
 
@@ -34,8 +35,11 @@ class Checker:
         self._expected = [(rows, self._reference(rows)) for rows in self._fixed_rows()]
         self._accepted: Tensor | None = None
 
-    def problem(self, out: Tensor) -> str:
-        """What is wrong with the result [qo_len, heads, head_dim_vo]; "" if nothing."""
+    def problem(self, out: Tensor, dtype: torch.dtype) -> str:
+        """What is wrong with the result [qo_len, heads, head_dim_vo]; "" if nothing.
+
+        `dtype` is what was multiplied in.
+        """
         if tuple(out.shape) != self._case.output_shape:
             return f"shape {tuple(out.shape)}, not {self._case.output_shape}"
         if not bool(out.isfinite().all()):
@@ -45,7 +49,7 @@ class Checker:
             row = _furthest_row(out, self._accepted)
             expected.append((row, self._reference(row)))
         for rows, truth in expected:
-            excess = self._excess(out[rows.as_slice], truth)
+            excess = self._excess(out[rows.as_slice], truth, dtype)
             if not excess <= 1.0:
                 return f"rows {rows.start} to {rows.stop - 1}: {excess:.1f} times the tolerance"
         if self._accepted is None:
@@ -97,9 +101,8 @@ class Checker:
         )
         return truth
 
-    def _excess(self, out: Tensor, truth: Tensor) -> float:
-        o_dtype = self._case.o_dtype
-        of_weights = UNIT_ROUNDOFF[kernel_dtype(self._case.dtypes[0], o_dtype)]
+    def _excess(self, out: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+        of_weights, o_dtype = UNIT_ROUNDOFF[dtype], self._case.o_dtype
         size = truth.square().mean(-1, keepdim=True).sqrt()
         allowed = 6 * of_weights * size + 2 * UNIT_ROUNDOFF[o_dtype] * truth.abs() + 1e-30
         return float(((out.float() - truth).abs() / allowed).amax())

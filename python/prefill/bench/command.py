@@ -161,7 +161,9 @@ def _measure(
 ) -> dict[str, Any]:
     prepared = timing.prepare(case, contenders, device, clock)
     samples = timing.measure(prepared.runners, regimes, effort)
-    return report.case_result(case, prepared.sets, samples, prepared.refused, prepared.wrong)
+    return report.case_result(
+        case, prepared.sets, samples, prepared.refused, prepared.wrong, prepared.dtypes
+    )
 
 
 def _write(results: dict[str, Any], began: float, path: Path | None) -> None:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from prefill.api import single_prefill_with_kv_cache
+from prefill.api import explain, single_prefill_with_kv_cache
 from prefill.bench.cases import Case, Inputs, Length
 from prefill.bench.masks import alibi_bias, unpack, visible
 from prefill.rope import alibi_slopes
@@ -39,6 +39,10 @@ class Contender(Protocol):
 
     def as_nhd(self, out: Tensor) -> Tensor:
         """The call's result as [qo_len, num_qo_heads, head_dim_vo], a view."""
+        ...
+
+    def dtype(self, case: Case, inputs: Inputs) -> torch.dtype:
+        """What such a call multiplies in."""
         ...
 
 
@@ -65,6 +69,11 @@ class Ours:
 
     def as_nhd(self, out: Tensor) -> Tensor:
         return out
+
+    def dtype(self, case: Case, inputs: Inputs) -> torch.dtype:
+        """float8 is widened where no kernel multiplies in it; `explain` knows."""
+        told = explain(inputs.q, inputs.k, inputs.v, backend=self.name, **inputs.arguments)
+        return case.dtype if told.dtype is None else getattr(torch, told.dtype)
 
 
 class Sdpa:
@@ -106,6 +115,9 @@ class Sdpa:
 
     def as_nhd(self, out: Tensor) -> Tensor:
         return out[0].transpose(0, 1)
+
+    def dtype(self, case: Case, inputs: Inputs) -> torch.dtype:
+        return case.dtype
 
     def _causal(self, length: Length) -> dict[str, Any]:
         """The options for a causal mask that ends at the last key.
@@ -171,6 +183,9 @@ class FlashInfer:
 
     def as_nhd(self, out: Tensor) -> Tensor:
         return out
+
+    def dtype(self, case: Case, inputs: Inputs) -> torch.dtype:
+        return case.dtypes[0]
 
 
 def available() -> dict[str, Contender]:

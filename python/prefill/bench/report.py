@@ -1,7 +1,8 @@
 """What is printed and written: the JSON's parts, plain-text tables.
 
 A case's `results` map a contender to {"refused": why}, {"wrong": how} or, by regime, statistics in
-seconds per call with `tflops` of the median.
+seconds per call with `tflops` of the median. Its `multiplies_in` maps those that ran to the dtype
+of their products, which tells float8 that is widened from float8 that is not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def case_result(
     samples: Mapping[str, Mapping[str, Samples]],
     refused: Mapping[str, str],
     wrong: Mapping[str, str],
+    dtypes: Mapping[str, str],
 ) -> dict[str, Any]:
     """One case for the JSON."""
     results: dict[str, Any] = {name: {"refused": reason} for name, reason in refused.items()}
@@ -41,6 +43,7 @@ def case_result(
     regimes = sorted({regime for by_regime in samples.values() for regime in by_regime})
     return case.describe() | {
         "input_sets": sets,
+        "multiplies_in": dict(dtypes),
         "results": results,
         "ratios": {regime: ratios(results, regime) for regime in regimes},
     }
@@ -118,9 +121,16 @@ def progress(case: Mapping[str, Any], regime: str) -> str:
 
 
 def remarks(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why a contender has no figure, each reason once with the cases it holds for."""
+    """Why a contender has no figure, and what it multiplies float8 in.
+
+    Each once, with the cases it holds for.
+    """
     reasons: dict[str, list[str]] = {}
     for case in cases:
+        if case.get("float8"):
+            for name, dtype in case.get("multiplies_in", {}).items():
+                told = f"{name}: multiplies {case['float8']} of float8 in {dtype}"
+                reasons.setdefault(told, []).append(case["name"])
         for name, result in case["results"].items():
             for kind in ("refused", "wrong"):
                 if kind in result:

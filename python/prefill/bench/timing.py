@@ -26,6 +26,7 @@ from torch import Tensor
 from prefill.bench.cases import Case, Inputs
 from prefill.bench.check import Checker
 from prefill.bench.contenders import Contender, attempt
+from prefill.support import dtype_name
 
 REGIMES = ("burst", "sustained")
 GAP = 0.03
@@ -239,6 +240,8 @@ class Prepared:
     runners: list[Runner] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """What each runner multiplies in."""
 
 
 def prepare(
@@ -261,7 +264,8 @@ def prepare(
         if runner is None:
             prepared.refused[contender.name] = reason
             continue
-        problem = checker.problem(contender.as_nhd(runner.outputs[0]))
+        dtype = contender.dtype(case, sets[0])
+        problem = checker.problem(contender.as_nhd(runner.outputs[0]), dtype)
         if not problem and not all(bool(out.isfinite().all()) for out in runner.outputs):
             problem = "NaN or infinity in the output for other inputs"
         if problem:
@@ -269,6 +273,7 @@ def prepare(
             continue
         runner.estimate()
         prepared.runners.append(runner)
+        prepared.dtypes[runner.name] = dtype_name(dtype)
     return prepared
 
 

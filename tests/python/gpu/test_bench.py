@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
+from prefill import support
 from prefill.__main__ import main
 
 
@@ -52,6 +55,9 @@ def test_fp8(backend: str, tmp_path: Path) -> None:
         assert case["float8"] == float8
         assert case["baseline"] == (plain["name"] if float8 else None)
         assert 1 < case["results"][backend]["burst"]["tflops"] < 3000
+    assert plain["multiplies_in"][backend] == mixed["multiplies_in"][backend] == "bfloat16"
+    native = support.has_kernel(backend, torch.float8_e4m3fn, 128, 128)
+    assert whole["multiplies_in"][backend] == ("float8_e4m3fn" if native else "bfloat16")
     assert "SDPA has no scale_q" in whole["results"]["cudnn"]["refused"]
 
 

@@ -1,7 +1,8 @@
 """q, k and v of float8, and outputs of other dtypes than the kernel's.
 
-`test_mixed_dtypes` has float8 keys under a 16-bit query. The plain answer to float8 is a 16-bit
-call on the same values: the bits must be the same.
+`test_mixed_dtypes` has float8 keys under a 16-bit query. Where float8 is widened the plain answer
+is a 16-bit call on the same values: the bits must be the same. `test_fp8_native` has what is
+particular to kernels that multiply in float8; features, lengths and layouts are here for both.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor
 import exactness
 from cases import BFLOAT16, E4M3, E5M2, FLOAT16, PLAIN, Case, check
 from exactness import Ledger, expect, normal, same
+from float8_scheme import is_native
 from layouts import COPIED, IN_PLACE, amid_nan, relaid
-from prefill import explain, quantize_per_head
+from prefill import explain, kernel_dtype, quantize_per_head
 from prefill import single_prefill_with_kv_cache_return_lse as run
-from prefill.support import kernel_dtype
 from split_cases import split_attention
 
 FP8 = (E4M3, E5M2)
@@ -45,6 +46,16 @@ def inputs(
     heads: tuple[int, int] = (4, 2),
 ) -> tuple[Tensor, Tensor, Tensor]:
     return exactness.inputs(qo_len, kv_len, head_dims, dtypes[0], heads, dtypes[1:])
+
+
+def kernel_of(
+    tensors: tuple[Tensor, Tensor, Tensor], backend: str, o_dtype: torch.dtype | None = None
+) -> torch.dtype:
+    """What the kernel of the call multiplies in."""
+    told = explain(*tensors, backend=backend, o_dtype=o_dtype)
+    assert told.dtype is not None
+    dtype: torch.dtype = getattr(torch, told.dtype)
+    return dtype
 
 
 @pytest.mark.parametrize("o_dtype", ["default", "other 16 bits", "float32"])
@@ -112,10 +123,13 @@ def test_features(backend: str, feature: str) -> None:
 def test_the_same_bits_as_16_bit_inputs(
     backend: str, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], o_dtype: torch.dtype
 ) -> None:
-    """Widening is exact: the kernel cannot tell."""
-    kernel = kernel_dtype(dtypes[0], o_dtype)
+    """Widening is exact: the kernel cannot tell. Head dims of 8 and 256 are always widened."""
     for head_dims in HEAD_DIMS:
         tensors = inputs(97, 403, head_dims, dtypes, (6, 2))
+        kernel = kernel_of(tensors, backend, o_dtype)
+        if kernel in FP8:
+            assert (backend, len(set(dtypes))) == ("fa3", 1)
+            continue
         for arguments in ({}, {"causal": True, "window_left": 50}, {"logits_soft_cap": 3.0}):
             more: dict[str, Any] = {**arguments, "o_dtype": o_dtype, "backend": backend}
             wide = run(*(tensor.to(kernel) for tensor in tensors), **more)
@@ -137,12 +151,12 @@ def test_forced_splits(
                 each = replace(case, o_dtype=o_dtype, lse="new", sinks=True, **lengths)
                 check(each, backend, attention=attention)
         tensors = inputs(70, 900, head_dims, dtypes, (2 * group, 2))
-        kernel = kernel_dtype(dtypes[0], torch.float32)
+        written = kernel_dtype.written_by(kernel_of(tensors, backend, torch.float32))
         narrow, wide = (
             attention(*tensors, backend=backend, o_dtype=o_dtype, causal=True)
-            for o_dtype in (kernel, torch.float32)
+            for o_dtype in (written, torch.float32)
         )
-        assert torch.equal(wide.to(kernel), narrow)
+        assert torch.equal(wide.to(written), narrow)
 
 
 @pytest.mark.parametrize("dtypes", [ALL_FP8[0], OTHERS[1]], ids=name_of)
@@ -150,6 +164,7 @@ def test_lengths(backend: str, dtypes: tuple[torch.dtype, torch.dtype, torch.dty
     """Rows align at the end, so the result of fewer rows is the tail of that of more."""
     last, most = 600, 633
     rows, keys, values = inputs(most, last, dtypes=dtypes)
+    native = kernel_of((rows, keys, values), backend) in FP8
     q_buffer, k_cache, v_cache = (
         torch.full((length + 160, *x.shape[1:]), math.nan, device="cuda").to(x.dtype)
         for x, length in ((rows, most), (keys, last), (values, last))
@@ -164,7 +179,7 @@ def test_lengths(backend: str, dtypes: tuple[torch.dtype, torch.dtype, torch.dty
         lengths = sorted({1, 64, 257, kv_len})
         cut = rows[most - lengths[-1] :], keys[:kv_len], values[:kv_len]
         for o_dtype in (BFLOAT16, torch.float32):
-            whole = expect(*cut, causal=True, o_dtype=o_dtype)
+            whole = expect(*cut, causal=True, o_dtype=o_dtype, native=native)
             for qo_len in lengths:
                 shape = (qo_len, rows.shape[1], values.shape[2])
                 given = amid_nan(shape, (8, 0, 0), (8, 0, 0), o_dtype, "cuda")
@@ -184,20 +199,23 @@ def test_flat_scores_over_many_keys(
 ) -> None:
     """The mean of v comes out: sums over 32k values of one sign keep their digits.
 
-    All weights of a row are alike, and may be off by half a unit of the kernel's dtype alike.
+    All weights of a row are alike, and may be off by half a unit of the kernel's dtype alike. Those
+    of float8 are exactly the largest there is; what is off are the sums of each tile.
     """
     q, k, v = inputs(65, 32768, (64, 64), dtypes)
     v = (v.float() + 3.0).to(dtypes[2])
     mean = v.double().mean(0).repeat_interleave(2, 0)
     for o_dtype in O_DTYPES:
-        unit = torch.finfo(kernel_dtype(dtypes[0], o_dtype)).eps / 2
+        kernel = kernel_of((q, k, v), backend, o_dtype)
+        native = kernel in FP8
+        unit = 2.0**-8 if native else torch.finfo(kernel).eps / 2
         o_unit = torch.finfo(o_dtype).eps / 2
         out, lse = run(q, k, v, sm_scale=0.0, o_dtype=o_dtype, backend=backend)
         error = ((out.double() - mean) / mean).abs().amax().item()
         assert error <= unit + o_unit + 2.0**-16
         assert (lse - 15.0).abs().amax() < 1e-4
         out, _ = run(q, k, v, sm_scale=2.0**-10, o_dtype=o_dtype, backend=backend)
-        expected = expect(q, k, v, sm_scale=2.0**-10, o_dtype=o_dtype)
+        expected = expect(q, k, v, sm_scale=2.0**-10, o_dtype=o_dtype, native=native)
         assert ((out.double() - expected.out).abs() <= expected.worst).all()
 
 
@@ -222,11 +240,12 @@ def test_every_value(backend: str, o_dtype: torch.dtype) -> None:
     """The V of the only key are all 256 codes: they come out as they are."""
     for dtype in FP8:
         codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(dtype)
-        q = torch.zeros(1, 1, 64, dtype=dtype, device="cuda")
-        out, _ = run(q, q, codes.view(1, 1, 256), o_dtype=o_dtype, backend=backend)
-        exact = codes.to(o_dtype)
-        assert torch.equal(out[0, 0].isfinite(), exact.isfinite())
-        assert torch.equal(out[0, 0][exact.isfinite()], exact[exact.isfinite()])
+        q = torch.zeros(1, 2, 64, dtype=dtype, device="cuda")
+        for v in (codes.view(1, 2, 128), codes.view(1, 1, 256)):
+            out, _ = run(q, q[:, : v.shape[1]], v, o_dtype=o_dtype, backend=backend)
+            exact = v.to(o_dtype).expand_as(out)
+            assert torch.equal(out.isfinite(), exact.isfinite())
+            assert torch.equal(out[exact.isfinite()], exact[exact.isfinite()])
 
 
 @pytest.mark.parametrize("dtype", FP8)
@@ -265,7 +284,8 @@ def test_heads(backend: str, heads: tuple[int, int]) -> None:
         for o_dtype in O_DTYPES:
             tensors = inputs(130, 203, (head_dim, head_dim), heads=heads)
             out, lse = run(*tensors, causal=True, o_dtype=o_dtype, backend=backend)
-            expected = expect(*tensors, causal=True, o_dtype=o_dtype)
+            native = kernel_of(tensors, backend, o_dtype) in FP8
+            expected = expect(*tensors, causal=True, o_dtype=o_dtype, native=native)
             ledger.result(f"{head_dim}, {o_dtype}", out, lse, expected)
     ledger.finish()
 
@@ -317,12 +337,14 @@ def test_quantised_attention_is_near_that_of_16_bits(backend: str) -> None:
 
 
 def test_what_is_told(backend: str) -> None:
-    q, k, v = inputs(2000, 2000)
-    told = explain(q, k, v, o_dtype=torch.float32, backend=backend)
-    assert told.kernel == f"{backend}_float16_128x128"
+    tensors = inputs(2000, 2000)
+    told = explain(*tensors, o_dtype=torch.float32, backend=backend)
+    dtype = "float8_e4m3fn" if is_native(told) else "float16"
+    assert told.kernel == f"{backend}_{dtype}_128x128"
     assert told.num_splits >= 1
     assert told.num_whole_tiles == 0
     assert told.passes[-1].startswith("out: float32")
-    told = explain(q, k, v, backend=backend)
-    assert told.kernel == f"{backend}_bfloat16_128x128"
+    told = explain(*tensors, backend=backend)
+    dtype = "float8_e4m3fn" if is_native(told) else "bfloat16"
+    assert told.kernel == f"{backend}_{dtype}_128x128"
     assert not any(line.startswith("out:") for line in told.passes)
