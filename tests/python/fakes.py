@@ -20,8 +20,7 @@ from prefill.support import BuildInfo, DeviceInfo, NativeLibrary
 CLASSES = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = ("float16", "bfloat16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-"""Of fa3, for `FLOAT8_CLASSES`: other head dims, and fa2, widen it."""
-FLOAT8_CLASSES = ((64, 64), (128, 128), (192, 128))
+"""Of fa3; fa2 widens it."""
 WHOLE = SplitPlan(packed_heads=1, num_splits=1, num_row_tiles=1, num_whole_tiles=0)
 
 
@@ -41,8 +40,8 @@ def build_json(
     rows += [
         ("fa3", dtype, dims)
         for dtype in float8
-        for dims in FLOAT8_CLASSES
-        if "fa3" in archs and dims in classes
+        for dims in classes
+        if "fa3" in archs
     ]
     kernels = [
         {

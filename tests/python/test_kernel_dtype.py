@@ -76,8 +76,7 @@ RULE: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "all float16": ({"dtypes": (FLOAT16,) * 3}, FLOAT16),
     "head dims of 8": ({"head_dims": (72, 64)}, BFLOAT16),
     "head dims of v of 8": ({"head_dims": (64, 40)}, BFLOAT16),
-    "no class for the head dims": ({"head_dims": (256, 256)}, BFLOAT16),
-    "no class for those of v": ({"head_dims": (144, 144), "o_dtype": FLOAT32}, FLOAT16),
+    "256": ({"head_dims": (256, 256)}, E4M3),
     **{f"{x}, fused": ({"moved": (x, "fused")}, E4M3) for x in "qkv"},
     **{f"{x}, rows of 8 bytes": ({"moved": (x, "rows of 8 bytes")}, BFLOAT16) for x in "qkv"},
     # What is copied is dense.
@@ -85,7 +84,7 @@ RULE: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     **{f"{x}, odd address": ({"moved": (x, "odd address")}, E4M3) for x in "qkv"},
     "copied for its address": ({"moved": ("k", "rows of 8 bytes, odd address")}, E4M3),
 }
-"""A call, and what its kernel of fa3 multiplies in where the build has float8 for 64 to 192/128."""
+"""A call, and what its kernel of fa3 multiplies in where the build has all of them."""
 
 
 @pytest.mark.parametrize("name", RULE)
@@ -100,6 +99,14 @@ def test_rule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert kernel_dtype.of("fa3", call) == widened
     pretend_build(monkeypatch, NativeLibrary(None, "no library"))
     assert kernel_dtype.of("fa3", call) == widened
+
+
+@pytest.mark.parametrize("head_dims", [(256, 256), (144, 144)])
+def test_no_class_for_the_head_dims(
+    monkeypatch: pytest.MonkeyPatch, head_dims: tuple[int, int]
+) -> None:
+    pretend_build(monkeypatch, library(classes=((64, 64), (128, 128), (192, 128))))
+    assert kernel_dtype.of("fa3", request(head_dims=head_dims)) == BFLOAT16
 
 
 @pytest.mark.parametrize(("float8", "other"), [(E4M3, E5M2), (E5M2, E4M3)])

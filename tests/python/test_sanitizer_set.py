@@ -12,7 +12,7 @@ import torch
 import prefill
 import sanitizer_set
 from cases import make_call
-from fakes import CLASSES, DTYPES, FLOAT8, FLOAT8_CLASSES, StubKernel, library, pretend
+from fakes import CLASSES, DTYPES, FLOAT8, StubKernel, library, pretend
 from fuzz_check import outcome
 from garbage import WORDS
 from prefill import kernel_dtype, support
@@ -89,7 +89,7 @@ def test_every_pass_is_touched(stub: StubKernel, backend: str, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_calls_of_a_float8_row_are_its_own(stub: StubKernel, dtype: str) -> None:
-    for dims in FLOAT8_CLASSES:
+    for dims in CLASSES:
         row = f"fa3_{dtype}_{dims[0]}x{dims[1]}"
         for name, case in cases_of(ROWS[row]):
             call = make_call(replace(case, view=case.layouts[2]), "cpu")
