@@ -52,26 +52,25 @@ template <>
 struct Float8Tile<HeadDims<64, 64>> {  // 16 KB of Q + 4 x 16 KB + 16 KB of output
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2, kChunkVo = 64;
   static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 2;
-  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = true;
 };
 template <>
 struct Float8Tile<HeadDims<128, 128>> {  // 32 KB + 4 x 32 KB + 32 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2, kChunkVo = 128;
   static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 2;
-  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = true;
 };
 template <>
 struct Float8Tile<HeadDims<192, 128>> {  // 24 KB + 4 x 40 KB + 32 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 1, kChunkVo = 128;
   static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24, kTurnOverlap = 2;
-  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = true;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = true;
 };
-
 template <>
 struct Float8Tile<HeadDims<256, 256>> {  // 32 KB + 4 x 32 KB
   static constexpr int kWarpgroups = 2, kN = 64, kStages = 4, kQStages = 1, kChunkVo = 64;
   static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24, kTurnOverlap = 1;
-  static constexpr bool kKeepsQ = false, kHoldsWaits = true, kStagesOutput = false;
+  static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = false;
 };
 
 }  // namespace prefill::fa3
