@@ -85,9 +85,10 @@ CUTE_DEVICE void convert_fragment(Source const& source, Destination& destination
 
 // Rounds the (rows, columns) view of accumulators of S to 8 bits, as the A operand of P V: WGMMA
 // takes four neighbouring keys in a register, ((4, 2, 2), MMA_M, N/32), of which each thread has
-// those of four columns. What makes neighbours of them is the order of keys in V (transpose_v.h).
+// those of four columns, here columns [first, end). What makes neighbours of them is the order of
+// keys in V (transpose_v.h).
 template <class Target, class Scores, class Weights>
-CUTE_DEVICE void round_to_float8(Scores const& scores, Weights& weights) {
+CUTE_DEVICE void round_to_float8(Scores const& scores, Weights& weights, int first, int end) {
   using namespace cute;
   constexpr int kColumns = decltype(size<1>(scores))::value;
   static_assert(decltype(size<0>(scores))::value == 2 && kColumns % 4 == 0);
@@ -95,7 +96,7 @@ CUTE_DEVICE void round_to_float8(Scores const& scores, Weights& weights) {
   cutlass::NumericArrayConverter<Target, float, 4> convert;
   auto* registers = reinterpret_cast<cutlass::Array<Target, 4>*>(weights.data());
   CUTE_UNROLL
-  for (int c = 0; c < kColumns; c += 4) {
+  for (int c = first; c < end; c += 4) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       registers[c / 2 + r] =

@@ -20,6 +20,13 @@ struct KvTileOrder {
 
   PREFILL_HOST_DEVICE bool empty() const { return count <= 0; }
 
+  // The same from the last one down, where none needs masking at the left.
+  PREFILL_HOST_DEVICE KvTileOrder falling() const {
+    KvTileOrder order = *this;
+    if (num_masked == end - first) order.first = end - count;
+    return order;
+  }
+
   PREFILL_HOST_DEVICE int tile(int index) const {
     return first + index < end ? end - 1 - index : first + index - count;
   }

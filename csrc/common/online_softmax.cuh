@@ -25,9 +25,8 @@ CUTE_DEVICE float quad_sum(float x) {
 }
 
 // Weights are lifted by a power of two, kLift, where their type has little room below 1; so are
-// their sums, but nothing that is told of a row. kChains: the partial maxima of a row's scores,
-// which do not wait for each other.
-template <int kRows_, int kLift = 0, int kChains = 1>
+// their sums, but nothing that is told of a row.
+template <int kRows_, int kLift = 0>
 struct OnlineSoftmax {
   static constexpr int kRows = kRows_;
   using Row = cute::array<float, kRows>;
@@ -81,27 +80,61 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // The same with care, lifted. Only rows that are steep at this step pay for it: elsewhere the
-  // rounding of the maximal logit, which all of a step's weights share, is too small to be seen.
-  template <class Scores>
-  CUTE_DEVICE Row careful_step(Scores& scores) {
+  // What a lifted step's weights are relative to, in base-2 units, and what was summed before must
+  // be multiplied by.
+  struct Lifted {
+    Row offset;
     Row factor;
+  };
+
+  // The same with care, lifted, in two parts: first what needs all scores, then weights a few
+  // columns at a time. Only rows that are steep at this step pay for care: elsewhere the rounding
+  // of the maximal logit, which all of a step's weights share, is too small to be seen.
+  template <class Scores>
+  CUTE_DEVICE Lifted start_lifted(Scores& scores) {
+    Lifted lifted;
+    Row maximum = tile_maxima(scores);
+    bool is_steep = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) maximum[r] = quad_max(maximum[r]);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float previous = raise_max(r, scores);
-      const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
-      factor[r] = exp2_approx((previous - maximum) * multiplier);
-      row_sum[r] *= factor[r];
-      float offset = __fmul_rn(maximum, multiplier);
-      if (__any_sync(0xffffffffu, !(fabsf(offset) < kSteep))) {
-        CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= maximum;
-        offset = 0.f;
-      }
-      const float lifted = -(offset - kLift);
-      add_weights(r, scores, [&](int, float score) { return fmaf(score, multiplier, lifted); });
+      const float previous = row_max[r];
+      row_max[r] = fmaxf(previous, maximum[r]);
+      maximum[r] = row_max[r] == -INFINITY ? 0.f : row_max[r];
+      lifted.factor[r] = exp2_approx((previous - maximum[r]) * multiplier);
+      row_sum[r] *= lifted.factor[r];
+      const float offset = __fmul_rn(maximum[r], multiplier);
+      lifted.offset[r] = offset - kLift;
+      is_steep = is_steep || !(fabsf(offset) < kSteep);
     }
-    return factor;
+    if (__any_sync(0xffffffffu, is_steep)) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= maximum[r];
+        lifted.offset[r] = -kLift;
+      }
+    }
+    return lifted;
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void weigh_lifted(Scores& scores, Lifted const& lifted, int first, int end) {
+    CUTE_UNROLL
+    for (int c = first; c < end; c += 4) {
+      CUTE_UNROLL
+      for (int i = c; i < c + 4; ++i) {
+        CUTE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          scores(r, i) = exp2_approx(fmaf(scores(r, i), multiplier, -lifted.offset[r]));
+        }
+      }
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {  // in pairs: additions wait less for each other
+        row_sum[r] += (scores(r, c) + scores(r, c + 1)) + (scores(r, c + 2) + scores(r, c + 3));
+      }
+    }
   }
 
   // Before anchored steps, and with care in none: a row that has seen NaN alone is NaN for good,
@@ -189,21 +222,39 @@ struct OnlineSoftmax {
   }
 
  private:
+  // Of each row's scores. In chains that do not wait for each other.
+  template <class Scores>
+  CUTE_DEVICE Row tile_maxima(Scores const& scores) {
+    constexpr int kColumns = decltype(cute::size<1>(scores))::value, kChains = 8;
+    float maxima[kRows][kChains];
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        float& chain = maxima[r][c % kChains];
+        chain = c < kChains ? scores(r, c) : fmaxf(chain, scores(r, c));
+      }
+    }
+    Row tile_max;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      tile_max[r] = maxima[r][0];
+      CUTE_UNROLL
+      for (int chain = 1; chain < kChains; ++chain) {
+        tile_max[r] = fmaxf(tile_max[r], maxima[r][chain]);
+      }
+    }
+    return tile_max;
+  }
+
   // Answers what the maximum was before.
   template <class Scores>
   CUTE_DEVICE float raise_max(int r, Scores const& scores) {
     using namespace cute;
     static_assert(decltype(size<0>(scores))::value == kRows);
-    float maxima[kChains];
+    float tile_max = scores(r, 0);
     CUTE_UNROLL
-    for (int c = 0; c < kChains; ++c) maxima[c] = scores(r, c);
-    CUTE_UNROLL
-    for (int c = kChains; c < size<1>(scores); ++c) {
-      maxima[c % kChains] = fmaxf(maxima[c % kChains], scores(r, c));
-    }
-    float tile_max = maxima[0];
-    CUTE_UNROLL
-    for (int c = 1; c < kChains; ++c) tile_max = fmaxf(tile_max, maxima[c]);
+    for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
     const float previous = row_max[r];
     row_max[r] = fmaxf(previous, quad_max(tile_max));
     return previous;

@@ -189,12 +189,15 @@ PrefillParams make_params(const Tensor& q, const Tensor& k, const Tensor& v, con
 }
 
 // The kernel that multiplies q, k and v of 8 bits as they are, or null: they are all of one float8
-// type, positions do not rotate them, the build has it, and TMA can address them.
+// type, positions do not rotate them, a head dim is beyond 64 (below, 16 bits are faster), the
+// build has it, and TMA can address them.
 const KernelEntry* float8_kernel(Backend backend, const Tensor& q, const Tensor& k, const Tensor& v,
                                  bool rope) {
   const SourceTypes types = source_types(q, k, v);
   const bool is_one_type = types.q == types.k && types.q == types.v;
   if (types.q == SourceType::same || !is_one_type || rope) return nullptr;
+  constexpr int64_t kWidenedHeadDim = 64;
+  if (q.size(2) <= kWidenedHeadDim && v.size(2) <= kWidenedHeadDim) return nullptr;
   if (!is_aligned(q, 16) || !is_aligned(k, 16) || !is_aligned(v, 16)) return nullptr;
   const DType dtype = types.q == SourceType::float8_e4m3 ? DType::float8_e4m3 : DType::float8_e5m2;
   return find_kernel(backend, dtype, static_cast<int>(q.size(2)), static_cast<int>(v.size(2)));

@@ -30,6 +30,9 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
   Tensor product =  // P V of one KV tile, of a chunk
       partition_fragment_C(mma_pv, Shape<Int<kWarpgroupRows>, Int<Traits::kChunkVo>>{});
   Tensor out = partition_fragment_C(mma_pv, OutputShape{});
+  constexpr int kProduct = decltype(size(product))::value;
+  constexpr int kColumns = Traits::kN / 4;  // of a thread, in each of its two rows
+  constexpr int kGroups = kColumns / 4;     // that a register of P takes
 
   const auto start_qk = [&](auto& scores) {
     turn.take();
@@ -50,23 +53,31 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
   };
   // What the output is multiplied by: the growth of the maximum in the step of the product's P.
   auto growth = Softmax::no_growth();
+  // Elements [first, end) of a chunk of the product join the output.
+  const auto fold = [&](int chunk, int first, int end) {
+    CUTE_UNROLL
+    for (int i = first; i < end; ++i) {  // pairs are of a thread's two rows in turn
+      float& sum = out(chunk * kProduct + i);
+      sum = fmaf(sum, growth[i / 2 % 2], product(i));
+    }
+  };
+  // Waits for a chunk of the product.
+  const auto finish_chunk = [&](int chunk, bool is_pending, int skipped = 0) {
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(product);
+    if (is_pending && chunk + 1 == kChunks) release(smem.v_ring, progress.steps() - 1 - skipped);
+  };
+  // Starts the next one, when that has been folded.
+  const auto start_chunk = [&](int chunk, int skipped = 0) {
+    start_gemm(mma_pv, p, vt(_, _, _, chunk, (progress.steps() - 1 - skipped) % Traits::kStages),
+               false, product, [] {});
+  };
   const auto finish_pv = [&](bool is_pending, int skipped = 0) {
-    constexpr int kSize = decltype(size(product))::value;
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(product);
-      if (is_pending && chunk + 1 == kChunks) release(smem.v_ring, progress.steps() - 1 - skipped);
-      CUTE_UNROLL
-      for (int i = 0; i < kSize; ++i) {  // pairs are of a thread's two rows in turn
-        float& sum = out(chunk * kSize + i);
-        sum = fmaf(sum, growth[i / 2 % 2], product(i));
-      }
-      if (chunk + 1 < kChunks) {
-        start_gemm(mma_pv, p,
-                   vt(_, _, _, chunk + 1, (progress.steps() - 1 - skipped) % Traits::kStages),
-                   false, product, [] {});
-      }
+      finish_chunk(chunk, is_pending, skipped);
+      fold(chunk, 0, kProduct);
+      if (chunk + 1 < kChunks) start_chunk(chunk + 1, skipped);
     }
   };
 
@@ -85,8 +96,10 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         Tensor score_rows = row_column_view(scores);
         if constexpr (Traits::kTakesMasks) transform(score_rows, step);
         mask_scores(score_rows, step);
-        growth = softmax.careful_step(score_rows);
-        round_to_float8<Weight>(score_rows, p);
+        const auto lifted = softmax.start_lifted(score_rows);
+        growth = lifted.factor;
+        softmax.weigh_lifted(score_rows, lifted, 0, kColumns);
+        round_to_float8<Weight>(score_rows, p, 0, kColumns);
         progress.next_step();
       };
       // The first also ends the row tile before. Where there is none, its product multiplies what
@@ -121,11 +134,28 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         warpgroup_wait<1>();
         warpgroup_fence_operand(scores);
         finish_qk(left == 1);
-        const auto next_growth = softmax.careful_step(score_rows);
-        hold(softmax.row_sum[0] + softmax.row_sum[1]);
-        finish_pv(true);
-        round_to_float8<Weight>(score_rows, p);
-        growth = next_growth;
+        const auto lifted = softmax.start_lifted(score_rows);
+        // What exp2 leaves of the issue slots goes to the output and to P.
+        if constexpr (kChunks == 1) {
+          finish_chunk(0, true);
+          CUTE_UNROLL
+          for (int i = 0; i < kGroups; ++i) {
+            softmax.weigh_lifted(score_rows, lifted, 4 * i, 4 * i + 4);
+            fold(0, kProduct / kGroups * i, kProduct / kGroups * (i + 1));
+            round_to_float8<Weight>(score_rows, p, 4 * i, 4 * i + 4);
+          }
+        } else {
+          for_each(make_seq<kChunks>{}, [&](auto chunk) CUTLASS_LAMBDA_FUNC_INLINE {
+            constexpr int kChunk = decltype(chunk)::value;
+            softmax.weigh_lifted(score_rows, lifted, kChunk * kColumns / kChunks,
+                                 (kChunk + 1) * kColumns / kChunks);
+            finish_chunk(kChunk, true);
+            fold(kChunk, 0, kProduct);
+            if constexpr (kChunk + 1 < kChunks) start_chunk(kChunk + 1);
+          });
+          round_to_float8<Weight>(score_rows, p, 0, kColumns);
+        }
+        growth = lifted.factor;
         progress.next_step();
       }
     }

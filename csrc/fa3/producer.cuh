@@ -120,6 +120,9 @@ struct Producer {
         work.order.count = counts.mixed + counts.full;
       } else {
         work.order = kv_tiles.template masked_first<Traits::kN>();
+        // The lowest keys, which take much of a row where they are attention sinks, come first as
+        // anchors alone: what follows the largest weight so far is rounded relative to it.
+        if constexpr (!Traits::kHasAnchors) work.order = work.order.falling();
       }
       return work;
     }

@@ -49,15 +49,9 @@ template <class Dims>
 struct Float8Tile;
 
 template <>
-struct Float8Tile<HeadDims<64, 64>> {  // 16 KB of Q + 4 x 16 KB + 16 KB of output
-  static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2, kChunkVo = 64;
-  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 2;
-  static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = true;
-};
-template <>
 struct Float8Tile<HeadDims<128, 128>> {  // 32 KB + 4 x 32 KB + 32 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2, kChunkVo = 128;
-  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 2;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 4;
   static constexpr bool kKeepsQ = true, kHoldsWaits = true, kStagesOutput = true;
 };
 template <>

@@ -137,7 +137,7 @@ struct Traits {
 
   static constexpr int kRowsPerThread = 2;
   // E4M3 goes from 2^-9 to 448: the largest weight is 2^8.
-  using Softmax = OnlineSoftmax<kRowsPerThread, kIsFloat8 ? 8 : 0, kIsFloat8 ? 2 : 1>;
+  using Softmax = OnlineSoftmax<kRowsPerThread, kIsFloat8 ? 8 : 0>;
 };
 
 }  // namespace prefill::fa3

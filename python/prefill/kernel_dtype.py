@@ -18,6 +18,8 @@ from torch import Tensor
 from prefill import ops, support
 from prefill.request import FP8_DTYPES, PrefillRequest
 
+WIDENED_HEAD_DIM = 64
+"""Up to which 16-bit kernels are faster."""
 ROW_BYTES = 16
 """What TMA wants rows of float8 elements to be multiples of; 16-bit rows are by other rules."""
 
@@ -49,6 +51,7 @@ def _is_native(backend: str, request: PrefillRequest) -> bool:
         backend == "fa3"
         and q.dtype == k.dtype == v.dtype
         and request.pos_encoding_mode != "ROPE_LLAMA"  # rotated values are rounded by a pass
+        and max(request.head_dim_qk, request.head_dim_vo) > WIDENED_HEAD_DIM
         and request.head_dim_qk % ROW_BYTES == 0
         and request.head_dim_vo % ROW_BYTES == 0
         and support.has_kernel(backend, q.dtype, request.head_dim_qk, request.head_dim_vo)

@@ -122,6 +122,12 @@ void check_order(const BandMask& mask, int first, int part, int num_parts) {
     }
     place.at(tile - range.begin) = index;
   }
+  const KvTileOrder falling = order.falling();
+  const bool has_left = order.num_masked > order.end - order.first;
+  for (int index = 0; index < order.count; ++index) {
+    CHECK_EQ(falling.tile(index), has_left ? order.tile(index) : range.end - 1 - index,
+             mask << ", rows from " << first);
+  }
   const int num_anchoring = std::min(order.num_masked + 1, order.count);
   for (int row = first; row < std::min(first + kTileM, mask.qo_len); ++row) {
     bool sees_any = false, anchored = false;
@@ -135,6 +141,7 @@ void check_order(const BandMask& mask, int first, int part, int num_parts) {
   constexpr int kRows = kTileM > 2 ? kTileM / 3 : 1;  // of a consumer
   for (int row = first; row < first + kTileM; row += kRows) {
     check_narrowed<kTileN>(mask, order, row, std::min(row + kRows, first + kTileM));
+    check_narrowed<kTileN>(mask, falling, row, std::min(row + kRows, first + kTileM));
   }
 }
 
