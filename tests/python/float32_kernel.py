@@ -151,7 +151,8 @@ def multiplies_in_float8(backend: str, q: Tensor, k: Tensor, v: Tensor, rope: bo
         return x.shape[2] % 16 == 0 and all(by_16)
 
     alike = q.dtype in FP8_DTYPES and q.dtype == k.dtype == v.dtype
-    there = alike and support.has_kernel(backend, q.dtype, q.shape[2], v.shape[2])
+    wide = max(q.shape[2], v.shape[2]) > 64
+    there = alike and wide and support.has_kernel(backend, q.dtype, q.shape[2], v.shape[2])
     return there and backend == "fa3" and not rope and all(map(has_rows, (q, k, v)))
 
 

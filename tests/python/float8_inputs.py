@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from exactness import expect, normal, visible
 from float8_scheme import KEYS, Product, attend
@@ -44,9 +45,10 @@ def drawn(
 
 
 def real(dtype: torch.dtype, device: str) -> Inputs:
-    """What a language model's layer has."""
+    """What a language model's layer has, head dims of 64, with zeros up to one that is not widened."""
     data = load_real_activations()
-    return quantised(*(x.to(device) for x in (data.q, data.k, data.v)), dtype=dtype)
+    wide = (pad(x.to(device), (0, 80 - x.shape[-1])) for x in (data.q, data.k, data.v))
+    return quantised(*wide, dtype=dtype)
 
 
 def quantised(*tensors: Tensor, dtype: torch.dtype) -> Inputs:

@@ -90,7 +90,7 @@ def test_info_of_a_full_build_and_an_a100(
     assert kernels == [
         ["fa2", "80-real 90-real 80-virtual", "bfloat16 float16", "64x64 128x128 192x128 256x256"],
         ["fa3", "90a-real", "bfloat16 float16", "64x64 128x128 192x128 256x256"],
-        ["fa3", "90a-real", "float8_e4m3fn float8_e5m2", "64x64 128x128 192x128"],
+        ["fa3", "90a-real", "float8_e4m3fn float8_e5m2", "128x128 192x128 256x256"],
     ]
     assert "cuda:0 Fake GPU sm_80 (8.0)  fa2        yes" in text
     assert "fa3        no: the device has compute capability 8.0" in text

