@@ -45,7 +45,7 @@ def drawn(
 
 
 def real(dtype: torch.dtype, device: str) -> Inputs:
-    """What a language model's layer has, head dims of 64, with zeros up to one that is not widened."""
+    """What a language model's layer has: head dims of 64, with zeros to 80, which no one widens."""
     data = load_real_activations()
     wide = (pad(x.to(device), (0, 80 - x.shape[-1])) for x in (data.q, data.k, data.v))
     return quantised(*wide, dtype=dtype)

@@ -12,7 +12,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def float8_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [heads, m, k] times b [heads, k, n], both float32 that hold float8 values.
+    """`a` [heads, m, k] times `b` [heads, k, n], both float32 that hold float8 values.
 
     By torch's own float8 matmul, which with fast accumulation leaves sums where WGMMA has them, as
     FlashAttention-3 does. It takes e4m3fn: values of e5m2 are multiplied by a power of two that
