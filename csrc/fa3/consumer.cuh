@@ -72,8 +72,7 @@ struct Consumer {
   // A store of what the arithmetic gave holds it in its place.
   CUTE_DEVICE void hold(float value) {
     if constexpr (Traits::kHoldsWaits) {
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(
-                       cast_smem_ptr_to_uint(&own.held[Traits::kIsFloat8 ? new_thread() : thread])),
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(&own.held[thread])),
                    "f"(value)
                    : "memory");
     }
