@@ -59,7 +59,7 @@ EPILOGUE = "in the kernel's epilogue"
 
 FEATURES = (
     *(
-        Feature("q, k, v", what, {"dtypes": dtypes})
+        Feature("q, k, v", what, {"dtypes": dtypes, "head_dims": (128, 128)})
         for what, dtypes in {
             "all float16": (FLOAT16, FLOAT16, FLOAT16),
             "all bfloat16": (BFLOAT16, BFLOAT16, BFLOAT16),
@@ -77,8 +77,8 @@ FEATURES = (
     ),
     Feature(
         "q, k, v",
-        "all float8_e4m3fn, head dims 256",
-        {"dtypes": (E4M3,) * 3, "head_dims": (256, 256)},
+        "all float8_e4m3fn, head dims 64",
+        {"dtypes": (E4M3,) * 3, "head_dims": (64, 64)},
     ),
     *(
         Feature("q, k, v", f"head dims {qk} and {vo}", {"head_dims": (qk, vo)}, note)
@@ -127,7 +127,11 @@ FEATURES = (
     Feature("o_dtype", "that of q", {"o_dtype": "same"}),
     Feature("o_dtype", "the other one of 16 bits", {"o_dtype": "other 16 bits"}),
     Feature("o_dtype", "float32", {"o_dtype": "float32"}),
-    Feature("o_dtype", "float32 of all float8", {"dtypes": (E4M3,) * 3, "o_dtype": "float32"}),
+    Feature(
+        "o_dtype",
+        "float32 of all float8",
+        {"dtypes": (E4M3,) * 3, "head_dims": (128, 128), "o_dtype": "float32"},
+    ),
     Feature("custom_mask", "dense", {"mask": "bool"}, MASK_PASS),
     Feature("custom_mask", "rows apart", {"mask": "bool, rows apart"}, MASK_PASS),
     Feature("custom_mask", "columns apart", {"mask": "bool, columns apart"}, MASK_PASS),

@@ -458,17 +458,17 @@ def test_explain_tells_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explain_tells_of_float8_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    q, kv = (torch.randn(n, 4, 64).to(torch.float8_e4m3fn) for n in (2, 9))
+    q, kv = (torch.randn(n, 4, 128).to(torch.float8_e4m3fn) for n in (2, 9))
     told = prefill.explain(q, kv, kv)
-    assert (told.kernel, told.dtype) == ("fa3_float8_e4m3fn_64x64", "float8_e4m3fn")
+    assert (told.kernel, told.dtype) == ("fa3_float8_e4m3fn_128x128", "float8_e4m3fn")
     assert told.passes == ("v: transposed",)
     assert "pass:    v: transposed" in str(told)
     for o_dtype in ("float16", "float32"):
         told = prefill.explain(q, kv, kv, o_dtype=getattr(torch, o_dtype))
-        assert told.kernel == "fa3_float8_e4m3fn_64x64"
+        assert told.kernel == "fa3_float8_e4m3fn_128x128"
         assert told.passes == ("v: transposed", f"out: {o_dtype} by way of parts in float32")
     told = prefill.explain(q, kv, kv, backend="fa2")
-    assert (told.kernel, told.dtype) == ("fa2_bfloat16_64x64", "bfloat16")
+    assert (told.kernel, told.dtype) == ("fa2_bfloat16_128x128", "bfloat16")
     assert told.passes[2] == "v: widened from float8_e4m3fn to bfloat16"
     assert prefill.explain(q, kv, kv, backend="reference").dtype is None
     assert prefill.explain(q, kv[:0], kv[:0]).dtype is None

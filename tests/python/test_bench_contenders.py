@@ -228,7 +228,8 @@ def test_check_judges_by_what_computes(
 ) -> None:
     """All of float8 is bfloat16's where it is widened, whatever the grid's dtype."""
     pretend(monkeypatch, native=library() if native else library(float8=()))
-    case = small(quantised(float8, "causal", causal=True), dtype=torch.float16)
+    variant, heads = quantised(float8, "causal", causal=True), Heads(4, 2, 128, 128)
+    case = small(variant, heads=heads, dtype=torch.float16)
     inputs = case.inputs(CPU, case.arguments(CPU), 0)
     assert contenders.Ours("fa3").dtype(case, inputs) == dtype
     checker, right = Checker(case, inputs), reference(case, inputs).float()
