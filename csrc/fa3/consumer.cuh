@@ -71,7 +71,7 @@ struct Consumer {
   // ptxas moves the wait for a product up, above arithmetic that is meant to run under the product.
   // A store of what the arithmetic gave holds it in its place.
   CUTE_DEVICE void hold(float value) {
-    if constexpr (Traits::kHoldsWaits) {
+    if constexpr (Traits::Tile::kHoldsWaits) {
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(&own.held[thread])),
                    "f"(value)
                    : "memory");
@@ -267,7 +267,8 @@ struct Consumer {
 
     const auto start_qk = [&](auto& scores) {
       T* q_data = own.q[0];
-      if constexpr (!Traits::kKeepsQ) asm volatile("" : "+l"(q_data));  // for all ptxas knows, new
+      if constexpr (!Traits::Tile::kKeepsQ)
+        asm volatile("" : "+l"(q_data));  // for all ptxas knows, new
       Tensor q_rows = make_tensor(make_smem_ptr(q_data), typename Traits::LayoutQ{});
       Tensor q =
           mma_qk.get_slice(thread).partition_fragment_A(q_rows);  // (MMA, MMA_M, MMA_K, PIPE)

@@ -63,8 +63,6 @@ struct Traits {
   static constexpr int kN = Tile::kN;
   static constexpr int kStages = Tile::kStages;
   static constexpr int kQStages = Tile::kQStages;
-  static constexpr bool kKeepsQ = Tile::kKeepsQ;
-  static constexpr bool kHoldsWaits = Tile::kHoldsWaits;
   static constexpr bool kStagesOutput = Tile::kStagesOutput;
   static constexpr int kTurnOverlap = Tile::kTurnOverlap;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one producer
