@@ -53,11 +53,11 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
   }
 }
 
-// Accumulates P V and the softmax state over the KV tiles of one row tile, of which `last` is the
-// first to come. The caller has started the loads of Q and of that K.
+// Accumulates P V and the softmax state over the KV tiles of one row tile. The caller has started
+// the loads of Q and of the first tile's K.
 template <class Traits, class Acc>
-CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename Traits::T>& row_tile,
-                        const PrefillParams& params, const BandMask& band, int last,
+CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const typename Traits::RowTile& row_tile,
+                        const PrefillParams& params, const BandMask& band,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
@@ -67,7 +67,11 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
   Tensor q = make_tensor(make_smem_ptr(loader.smem.q), typename Traits::LayoutQ{});
   Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
-  const KvTiles& tiles = row_tile.tiles;
+#ifdef TRY_SMEM
+  const auto& tiles = [&]() -> const auto& { if constexpr (Traits::kIsGeneral) return row_tile.tiles; else return loader.smem.tiles; }();
+#else
+  const typename Traits::KvTiles& tiles = row_tile.tiles;
+#endif
   const LogitTransform& transform = row_tile.transform;
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
   const auto offsets = element_offsets<TileShape>(tiled_mma);
@@ -83,9 +87,12 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     return coordinates_of(thread);
   };
 
-  for (int tile = last, next; tile >= 0; tile = next) {
+  int step = 0, tile = tiles.first();
+  const auto take_step = [&](auto is_anchored) CUTLASS_LAMBDA_FUNC_INLINE {
+    constexpr bool kIsAnchored = decltype(is_anchored)::value;
+    int next;
     const auto start_next_k = [&] {  // V has landed, K is no longer read
-      next = tiles.before(tile);
+      next = tiles.next(step + 1, tile);
       loader.wait();
       if (next >= 0) loader.start_k(next);
     };
@@ -106,9 +113,9 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
         scale_scores(rows, transform.gain);
       }
     }
-    if (tiles.template needs_mask<Traits::kN>(tile)) {
+    if (!kIsAnchored && tiles.template needs_mask<Traits::kN>(step, tile)) {
       const auto at = origin();
-      if (Traits::kIsGeneral && tiles.is_custom) {
+      if (tiles.is_custom) {
         apply_bits(rows, offsets, params.mask, row_tile.first_row + get<0>(at), tile);
       } else {
         // Plain kernels have a register for the row.
@@ -118,16 +125,40 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
                    [&](int offset) { return queries[offset]; });
       }
     }
-    const auto factor = softmax.exact_step(rows, Traits::kWithCare);
-    Tensor out_rows = row_column_view(out);
-    scale_rows(out_rows, factor);
+    if constexpr (kIsAnchored) {
+      softmax.anchored_step(rows);
+    } else {
+#ifdef TRY_ONE
+      if (!Traits::kHasAnchors || step < tiles.num_exact) {
+#endif
+      const auto factor = softmax.exact_step(rows, CARE);
+      Tensor out_rows = row_column_view(out);
+      scale_rows(out_rows, factor);
+#ifdef TRY_ONE
+      if (Traits::kHasAnchors && step + 1 == tiles.num_exact && !tiles.is_careful()) softmax.settle_nan();
+      } else softmax.anchored_step(rows);
+#endif
+    }
     Tensor p = make_tensor<T>(scores.layout());
     convert_fragment<T>(scores, p);
 
     if constexpr (!Traits::kEarlyV) start_next_k();
     Tensor p_operand = make_tensor(p.data(), operand_a_layout(p.layout()));
     gemm_registers<T, Traits::kAhead>(tiled_mma, copy_v, p_operand, vt, out);
+    tile = next;
+    ++step;
+  };
+#ifdef TRY_ONE
+  while (tile >= 0) take_step(false_type{});
+#else
+  if constexpr (Traits::kHasAnchors) {
+    while (step < tiles.num_exact) take_step(false_type{});
+    if (!tiles.is_careful()) softmax.settle_nan();
+    while (tile >= 0) take_step(true_type{});
+  } else {
+    while (tile >= 0) take_step(false_type{});
   }
+#endif
   softmax.finish();
 }
 

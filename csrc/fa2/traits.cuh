@@ -19,8 +19,8 @@ namespace prefill::fa2 {
 using namespace cute;
 
 // What a block needs to know of its row tile, apart from Q.
-template <class T>
-struct RowTile {
+template <class T, class KvTiles>
+struct RowTileOf {
   HeadRows<T> k, v;
   KvTiles tiles;
   LogitTransform transform;
@@ -33,6 +33,8 @@ struct Traits {
   using Dims = Dims_;
   using T = Element<kDType>;
   static constexpr bool kIsGeneral = kScores == Scores::General;
+  using KvTiles = std::conditional_t<kIsGeneral, GeneralKvTiles, PlainKvTiles>;
+  using RowTile = RowTileOf<T, KvTiles>;
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
   static constexpr int kAhead = Tile<Dims>::kAhead;
@@ -68,13 +70,13 @@ struct Traits {
     int queries[kM];  // which of the call's each row is; for masks the last one past the end
     // What general kernels use once a KV tile; in registers it would cost spills. Plain ones have
     // registers for it.
-    std::conditional_t<kIsGeneral, RowTile<T>, Nothing> row_tile;
+    std::conditional_t<kIsGeneral, RowTile, Nothing> row_tile;
+    std::conditional_t<kIsGeneral, Nothing, KvTiles> tiles;
   };
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);
   using Softmax = OnlineSoftmax<kRowsPerThread>;
-  // Exponentials leave issue slots free for it.
-  static constexpr bool kWithCare = true;
+  static constexpr bool kHasAnchors = Tile<Dims>::kHasAnchors && !kIsGeneral;
 };
 
 }  // namespace prefill::fa2

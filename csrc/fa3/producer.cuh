@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/anchors.cuh"
 #include "common/mask_walk.cuh"
 #include "fa3/tensor_maps.cuh"
 #include "fa3/traits.cuh"
@@ -161,15 +162,9 @@ struct Producer {
     KvTileOrder const& order = work.order;
     // A scale that is not positive is applied in steps with care alone.
     const bool is_scaled = !Traits::kTransforms && !transform.is_idle();
-    // The fewer keys, the more the weight of the largest counts, which is exact relative to itself.
-    // Under a causal bound it is most often among the nearest keys, which anchors come from: exact
-    // enough for 16 bits, while parts may be written as float32.
-    const bool has_nearest =
-        mask.window_right == 0 && order.first < order.end && !has_custom_mask() && tile.is_whole();
-    const bool is_short = order.count * Traits::kN <= Traits::kShortRow && !has_nearest;
-    // Over a sum of up to 2^40 a smaller value scale might vanish.
-    const bool is_careful = !Traits::kHasAnchors || is_short || redo || is_late(work.round) ||
-                            is_scaled || !(fabsf(v_scale) >= 0x1p-80f);
+    const bool is_careful =
+        !Traits::kHasAnchors || redo || is_late(work.round) || is_scaled ||
+        needs_care(mask, order, Traits::kN, has_custom_mask(), tile.is_whole(), v_scale);
     return {work.round, tile.head, work.first_row(), -1, transform, sink, v_scale, is_careful, 0, 0,
             order,      false};
   }
@@ -186,12 +181,9 @@ struct Producer {
     }
     // Plain kernels apply a scale where they mask.
     if (!Traits::kTakesMasks && !rows.transform.is_idle()) order.num_masked = order.count;
-    // Anchors come from the keys under a mask, which are the nearest to the rows, and one tile
-    // more.
-    const int num_masked = max(order.num_masked, 1);
     // Others mask in exact steps too, which plain kernels keep free of it.
-    rows.num_first = Traits::kTakesMasks ? 1 : num_masked;
-    rows.num_exact = rows.is_careful ? order.count : min(num_masked + 1, order.count);
+    rows.num_first = Traits::kTakesMasks ? 1 : max(order.num_masked, 1);
+    rows.num_exact = rows.is_careful ? order.count : num_exact_steps(order);
   }
 
   // For consumers that skip the first KV tile of the rows told last: in its first step K of it, in

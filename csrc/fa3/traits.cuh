@@ -109,10 +109,6 @@ struct Traits {
                     (kRowTiles & (kRowTiles - 1)) == 0,
                 "row tiles are counted modulo a power of two");
 
-  // Rows of up to so many keys, in whole KV tiles, are done with care at once if no causal bound
-  // runs through their keys (csrc/fa3/README.md).
-  static constexpr int kShortRow = 640;
-
   struct ConsumerStorage {
     alignas(1024) T q[kQStages][kWarpgroupRows * Dims::kQk];
     alignas(1024) Out out[kStagesOutput ? kWarpgroupRows * Dims::kVo : 1];  // as TMA reads it
