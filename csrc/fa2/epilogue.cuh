@@ -61,31 +61,38 @@ struct TileWriter {
     sink = work.is_whole() ? sink_logit(params, work.head) : -INFINITY;
   }
 
-  // Makes means of sums over so many keys; false where weights have left their range.
+  // Makes means of sums; false where weights have left their range.
   template <class Acc>
-  CUTE_DEVICE bool normalise(Softmax const& softmax, bool with_care, int num_keys, Acc& out) const {
+  CUTE_DEVICE bool normalise(Softmax const& softmax, Acc& out) const {
     Tensor out_rows = row_column_view(out);
-    const Normaliser<Softmax::kRows> normaliser(softmax, with_care, sink,
+    const Normaliser<Softmax::kRows> normaliser(softmax, Traits::kWithCare, sink,
                                                 value_scale(params, work.kv_head));
     normaliser.apply(out_rows);
-    if (with_care) return true;
-    bool held = all_finite(out_rows, normaliser);
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) held = held && softmax.anchor_held(r, num_keys);
-    return held;
+    if constexpr (Traits::kHasAnchors) {
+      if (!smem.tiles.is_careful()) {
+        bool held = all_finite(out_rows, normaliser);
+        const int num_keys = smem.tiles.order.count * Traits::kN;
+        CUTE_UNROLL
+        for (int r = 0; r < Softmax::kRows; ++r) held = held && softmax.anchor_held(r, num_keys);
+        return held;
+      }
+    }
+    return true;
   }
 
   template <class Acc>
-  CUTE_DEVICE void write(Softmax const& softmax, bool with_care, Acc& out) const {
+  CUTE_DEVICE void write(Softmax const& softmax, Acc& out) const {
     typename Traits::TiledMma tiled_mma;
     const int first_row = work.m_tile * Traits::kM;
     using TileShape = Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>;
-    const auto coordinates = element_coordinates<TileShape>(tiled_mma, threadIdx.x);
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    const auto coordinates = element_coordinates<TileShape>(tiled_mma, thread);
     if (part >= 0) {
       const int first_part = part * Traits::kM;
       Tensor out_rows = row_column_view(out);
-      store_part_lse(params.split, softmax, with_care, coordinates, first_part);
-      store_part_rows<TileShape>(Results::of(params), tiled_mma, threadIdx.x, first_row, first_part,
+      store_part_lse(params.split, softmax, Traits::kWithCare, coordinates, first_part);
+      store_part_rows<TileShape>(Results::of(params), tiled_mma, thread, first_row, first_part,
                                  out_rows);
       return;
     }
@@ -94,11 +101,11 @@ struct TileWriter {
 
     // A warp writes over query rows that only it reads: no barrier is needed before.
     auto copy_out = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, T>{}, tiled_mma);
-    auto thr_copy_out = copy_out.get_slice(threadIdx.x);
+    auto thr_copy_out = copy_out.get_slice(thread);
     Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
     copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-    store_lse(Results::of(params), softmax, with_care, coordinates, work.head, sink, first_row);
+    store_lse(Results::of(params), softmax, Traits::kWithCare, coordinates, work.head, sink, first_row);
 
     __syncthreads();
     store_rows<Traits>(smem, params, work.head, first_row);

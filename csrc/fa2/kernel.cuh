@@ -25,72 +25,53 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const BandMask mask = BandMask::of(params);
   KvTileRange band = mask.kv_tiles(work.m_tile * tile_tokens, tile_tokens, Traits::kN);
   if (!work.is_whole()) band = band.part(work.part, params.split.num_splits);
-  typename Traits::RowTile here{
-      HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
-      HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo),
-      {},
-      LogitTransform::of_scale(logit_scale(params, work.head, work.kv_head)),
-      first_row};
-  const typename Traits::RowTile* row_tile = &here;
+  RowTile<T> here{HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
+                  HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo),
+                  LogitTransform::of_scale(logit_scale(params, work.head, work.kv_head)),
+                  first_row};
+  const RowTile<T>* row_tile = &here;
+  typename Traits::KvTiles tiles;
   if constexpr (Traits::kIsGeneral) {
-    here.tiles = GeneralKvTiles::of(params.mask, band, work.m_tile);
+    tiles = GeneralKvTiles::of(params.mask, band, work.m_tile);
     here.transform = LogitTransform::of(params, work.head, work.kv_head);
     row_tile = &smem.row_tile;
     if (threadIdx.x == 0) smem.row_tile = here;
-    __syncthreads();
   } else {
     const KvTileOrder order = band.template masked_first<Traits::kN>();
-    const bool is_careful = !Traits::kHasAnchors ||
+    const bool is_careful = !Traits::kHasAnchors || !here.transform.is_idle() ||
                             needs_care(mask, order, Traits::kN, /*is_custom=*/false,
                                        work.is_whole(), value_scale(params, work.kv_head));
-    here.tiles = {order, is_careful ? order.count : num_exact_steps(order)};
-#ifdef TRY_SMEM
-    if (threadIdx.x == 0) smem.tiles = here.tiles;
-    __syncthreads();
-#endif
+    tiles = {order, is_careful ? order.count : num_exact_steps(order)};
   }
-  const int first = here.tiles.first();
+  if (threadIdx.x == 0) smem.tiles = tiles;
+  __syncthreads();
 
   // Barriers before the first mask make it known to all threads.
   for (int row = threadIdx.x; row < Traits::kM; row += Traits::kThreads) {
     smem.queries[row] = min(params.rows.token(first_row + row), params.qo_len - 1);
   }
   const KvLoader<Traits> loader{row_tile->k, row_tile->v, smem};
-  if (first >= 0) load_q<Traits>(params, work.head, first_row, smem.q);
+  if (tiles.first() >= 0) load_q<Traits>(params, work.head, first_row, smem.q);
 
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
   while (true) {
+    const int first = smem.tiles.first();
     if (first >= 0) loader.start_k(first);
     typename Traits::Softmax softmax(here.transform.multiplier);
     clear(out);
     attend<Traits>(loader, *row_tile, params, mask, softmax, out);
     const TileWriter<Traits> writer(smem, params, schedule);
-#ifdef TRY_SMEM
-    bool is_careful = true;
-    if constexpr (!Traits::kIsGeneral) { is_careful = smem.tiles.is_careful();}
-#define here smem
-#else
-    const bool is_careful = here.tiles.is_careful();
-#endif
+    const bool held = writer.normalise(softmax, out);
     if constexpr (Traits::kHasAnchors) {
-      const bool held = writer.normalise(softmax, is_careful, here.tiles.order.count * Traits::kN, out);
       // Weights that have left their range: all over again, with care.
-      if (!is_careful && __syncthreads_or(!held)) {
-#ifdef TRY_SMEM
-        if (threadIdx.x == 0) 
-#endif
-        here.tiles.num_exact = here.tiles.order.count;
-#ifdef TRY_SMEM
+      if (!smem.tiles.is_careful() && __syncthreads_or(!held)) {
+        if (threadIdx.x == 0) smem.tiles.num_exact = smem.tiles.order.count;
         __syncthreads();
-#endif
         continue;
       }
-    } else {
-      writer.normalise(softmax, is_careful, 0, out);
     }
-    writer.write(softmax, is_careful, out);
-#undef here
+    writer.write(softmax, out);
     return;
   }
 }

@@ -30,7 +30,6 @@ struct PlainKvTiles {
 
 // In a general kernel, from the last one down.
 struct GeneralKvTiles {
-  static constexpr int num_exact = 0;
   KvTileRange band;
   RowTileMask mask;  // instead, under a custom mask
   bool is_custom;
@@ -40,8 +39,6 @@ struct GeneralKvTiles {
     if (mask.mixed == nullptr) return {band, {}, false};
     return {band, RowTileMask::of(mask, m_tile, band.begin, band.end), true};
   }
-
-  PREFILL_HOST_DEVICE static constexpr bool is_careful() { return true; }
 
   template <int kN>
   PREFILL_HOST_DEVICE bool needs_mask(int, int tile) const {

@@ -56,7 +56,7 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
 // Accumulates P V and the softmax state over the KV tiles of one row tile. The caller has started
 // the loads of Q and of the first tile's K.
 template <class Traits, class Acc>
-CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const typename Traits::RowTile& row_tile,
+CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename Traits::T>& row_tile,
                         const PrefillParams& params, const BandMask& band,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
@@ -67,29 +67,49 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const typename Traits::R
   Tensor q = make_tensor(make_smem_ptr(loader.smem.q), typename Traits::LayoutQ{});
   Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
-#ifdef TRY_SMEM
-  const auto& tiles = [&]() -> const auto& { if constexpr (Traits::kIsGeneral) return row_tile.tiles; else return loader.smem.tiles; }();
-#else
-  const typename Traits::KvTiles& tiles = row_tile.tiles;
-#endif
+  const typename Traits::KvTiles& tiles = loader.smem.tiles;
   const LogitTransform& transform = row_tile.transform;
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
   const auto offsets = element_offsets<TileShape>(tiled_mma);
+  int step = 0, tile = tiles.first();
 
-  // Of a thread's first element. The second is for all ptxas knows new each time, so that nothing
+  // Of a thread's first element. For all ptxas knows the thread is new each time, so that nothing
   // that masks need is worked out once and kept throughout.
-  const auto coordinates_of = [&](int thread) {
-    return element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
-  };
   const auto origin = [&] {
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
-    return coordinates_of(thread);
+    return element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
   };
 
-  int step = 0, tile = tiles.first();
-  const auto take_step = [&](auto is_anchored) CUTLASS_LAMBDA_FUNC_INLINE {
-    constexpr bool kIsAnchored = decltype(is_anchored)::value;
+  const auto exact_step = [&](auto& rows) CUTLASS_LAMBDA_FUNC_INLINE {
+    if (!transform.is_idle()) {
+      if constexpr (Traits::kIsGeneral) {
+        const auto at = origin();
+        transform_scores(rows, offsets, transform, band, row_tile.first_row + get<0>(at),
+                         tile * Traits::kN + get<1>(at));
+      } else {
+        scale_scores(rows, transform.gain);
+      }
+    }
+    if (tiles.template needs_mask<Traits::kN>(step, tile)) {
+      const auto at = origin();
+      if (tiles.is_custom) {
+        apply_bits(rows, offsets, params.mask, row_tile.first_row + get<0>(at), tile);
+      } else {
+        const int* queries = loader.smem.queries + get<0>(at);
+        apply_mask(rows, offsets, band, tile * Traits::kN + get<1>(at),
+                   [&](int offset) { return queries[offset]; });
+      }
+    }
+    const auto factor = softmax.exact_step(rows, Traits::kWithCare);
+    Tensor out_rows = row_column_view(out);
+    scale_rows(out_rows, factor);
+  };
+  const auto anchored_step = [&](auto& rows) CUTLASS_LAMBDA_FUNC_INLINE {
+    softmax.anchored_step(rows);
+  };
+
+  const auto take_step = [&](auto const& softmax_step) CUTLASS_LAMBDA_FUNC_INLINE {
     int next;
     const auto start_next_k = [&] {  // V has landed, K is no longer read
       next = tiles.next(step + 1, tile);
@@ -104,41 +124,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const typename Traits::R
     if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
-    if (!transform.is_idle()) {
-      if constexpr (Traits::kIsGeneral) {
-        const auto at = origin();
-        transform_scores(rows, offsets, transform, band, row_tile.first_row + get<0>(at),
-                         tile * Traits::kN + get<1>(at));
-      } else {
-        scale_scores(rows, transform.gain);
-      }
-    }
-    if (!kIsAnchored && tiles.template needs_mask<Traits::kN>(step, tile)) {
-      const auto at = origin();
-      if (tiles.is_custom) {
-        apply_bits(rows, offsets, params.mask, row_tile.first_row + get<0>(at), tile);
-      } else {
-        // Plain kernels have a register for the row.
-        const auto row_at = Traits::kIsGeneral ? at : coordinates_of(threadIdx.x);
-        const int* queries = loader.smem.queries + get<0>(row_at);
-        apply_mask(rows, offsets, band, tile * Traits::kN + get<1>(at),
-                   [&](int offset) { return queries[offset]; });
-      }
-    }
-    if constexpr (kIsAnchored) {
-      softmax.anchored_step(rows);
-    } else {
-#ifdef TRY_ONE
-      if (!Traits::kHasAnchors || step < tiles.num_exact) {
-#endif
-      const auto factor = softmax.exact_step(rows, CARE);
-      Tensor out_rows = row_column_view(out);
-      scale_rows(out_rows, factor);
-#ifdef TRY_ONE
-      if (Traits::kHasAnchors && step + 1 == tiles.num_exact && !tiles.is_careful()) softmax.settle_nan();
-      } else softmax.anchored_step(rows);
-#endif
-    }
+    softmax_step(rows);
     Tensor p = make_tensor<T>(scores.layout());
     convert_fragment<T>(scores, p);
 
@@ -148,17 +134,25 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const typename Traits::R
     tile = next;
     ++step;
   };
-#ifdef TRY_ONE
-  while (tile >= 0) take_step(false_type{});
-#else
-  if constexpr (Traits::kHasAnchors) {
-    while (step < tiles.num_exact) take_step(false_type{});
+
+  if constexpr (Traits::kAnchors == Anchors::OwnLoop) {
+    while (step < tiles.num_exact) take_step(exact_step);
     if (!tiles.is_careful()) softmax.settle_nan();
-    while (tile >= 0) take_step(true_type{});
+    while (tile >= 0) take_step(anchored_step);
+  } else if constexpr (Traits::kAnchors == Anchors::SameLoop) {
+    while (tile >= 0) {
+      take_step([&](auto& rows) CUTLASS_LAMBDA_FUNC_INLINE {
+        if (step < tiles.num_exact) {
+          exact_step(rows);
+          if (step + 1 == tiles.num_exact && !tiles.is_careful()) softmax.settle_nan();
+        } else {
+          anchored_step(rows);
+        }
+      });
+    }
   } else {
-    while (tile >= 0) take_step(false_type{});
+    while (tile >= 0) take_step(exact_step);
   }
-#endif
   softmax.finish();
 }
 

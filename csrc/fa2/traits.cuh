@@ -19,10 +19,9 @@ namespace prefill::fa2 {
 using namespace cute;
 
 // What a block needs to know of its row tile, apart from Q.
-template <class T, class KvTiles>
-struct RowTileOf {
+template <class T>
+struct RowTile {
   HeadRows<T> k, v;
-  KvTiles tiles;
   LogitTransform transform;
   int first_row;
 };
@@ -34,10 +33,10 @@ struct Traits {
   using T = Element<kDType>;
   static constexpr bool kIsGeneral = kScores == Scores::General;
   using KvTiles = std::conditional_t<kIsGeneral, GeneralKvTiles, PlainKvTiles>;
-  using RowTile = RowTileOf<T, KvTiles>;
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
-  static constexpr int kAhead = Tile<Dims>::kAhead;
+  static constexpr int kAhead =
+      kIsGeneral ? Tile<Dims>::kGeneralAhead : Tile<Dims>::kAhead;
   static constexpr bool kEarlyV = Tile<Dims>::kEarlyV;
   static constexpr int kThreads = Tile<Dims>::kWarps * 32;
 
@@ -68,15 +67,18 @@ struct Traits {
     alignas(128) T k[kN * Dims::kQk];
     alignas(128) T v[kN * Dims::kVo];
     int queries[kM];  // which of the call's each row is; for masks the last one past the end
+    KvTiles tiles;
     // What general kernels use once a KV tile; in registers it would cost spills. Plain ones have
     // registers for it.
-    std::conditional_t<kIsGeneral, RowTile, Nothing> row_tile;
-    std::conditional_t<kIsGeneral, Nothing, KvTiles> tiles;
+    std::conditional_t<kIsGeneral, RowTile<T>, Nothing> row_tile;
   };
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);
   using Softmax = OnlineSoftmax<kRowsPerThread>;
-  static constexpr bool kHasAnchors = Tile<Dims>::kHasAnchors && !kIsGeneral;
+  // Of exact steps: exponentials leave issue slots free for it.
+  static constexpr bool kWithCare = true;
+  static constexpr Anchors kAnchors = kIsGeneral ? Anchors::None : Tile<Dims>::kAnchors;
+  static constexpr bool kHasAnchors = kAnchors != Anchors::None;
 };
 
 }  // namespace prefill::fa2
