@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument("--device", help="cuda (the default where there is one), cuda:1, cpu")
     about = commands.add_parser("info", help="versions, devices, kernels, why a backend cannot run")
     about.add_argument("--json", action="store_true", help="as JSON")
-    timed = commands.add_parser("bench", help="GPU time beside torch's and FlashInfer's attention")
+    timed = commands.add_parser("bench", help="GPU time beside other libraries' attention")
     bench.add_arguments(timed)
     tested = commands.add_parser("check", help="test this installation on this device: seconds")
     tested.add_argument("--device", help="cuda (the default where there is one), cuda:1, cpu")

@@ -91,13 +91,14 @@ def test_features_grid() -> None:
 def test_fp8_grid() -> None:
     cases = {case.name: case for case in expand(GRIDS["fp8"])}
     kinds = ["full", "causal", "full float8", "causal float8"]
+    kinds += ["full float8 by tensor", "causal float8 by tensor"]
     of_d128 = [*kinds, "full float8 kv", "causal float8 kv"]
     assert list(cases) == [
         *(f"d128 {length} {kind}" for kind in of_d128 for length in ("2k", "8k", "16k")),
         *(f"{dims} 8k {kind}" for dims in ("d64", "d256", "d192/128") for kind in kinds),
     ]
     for name, case in cases.items():
-        plain = name.removesuffix(" kv").removesuffix(" float8")
+        plain = name.partition(" float8")[0]
         assert case.baseline == (None if plain == name else plain)
         assert plain in cases
         assert case.o_dtype == torch.bfloat16
@@ -110,6 +111,11 @@ def test_fp8_grid() -> None:
     assert cases["d192/128 8k full"].input_bytes == 8192 * 32 * 2 * (192 + 192 + 128)
     assert set(whole.arguments(CPU)) == {"causal", "scale_q", "scale_k", "scale_v"}
     assert set(mixed.arguments(CPU)) == {"causal", "scale_k", "scale_v"}
+    by_tensor = cases["d128 8k causal float8 by tensor"]
+    assert by_tensor.dtypes == whole.dtypes
+    assert set(by_tensor.arguments(CPU)) == set(whole.arguments(CPU))
+    scales = [by_tensor.arguments(CPU)[f"scale_{name}"] for name in "qkv"]
+    assert all(isinstance(scale, float) and scale != 1.0 for scale in scales)
     assert (whole.describe()["float8"], mixed.describe()["float8"]) == ("qkv", "kv")
 
 

@@ -100,7 +100,9 @@ def test_times_have_a_panel_of_their_own() -> None:
 
 
 def test_every_contender_has_a_label() -> None:
-    assert {*contenders.available(), contenders.FlashInfer.name} == set(plot.LABELS)
+    optional = {make().name for make in contenders.OPTIONAL.values()}
+    assert {*contenders.available(), *optional} == set(plot.LABELS)
+    assert len(plot.MARKERS) >= len(plot.LABELS)
 
 
 @pytest.mark.usefixtures("_matplotlib")

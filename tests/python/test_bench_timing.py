@@ -12,10 +12,11 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from bench_cases import CORE, CPU, FEATURES, FakeRunner, small
+from fake_peers import FakeCudnn
 from fakes import pretend
 from prefill import backends
 from prefill.bench import contenders, host, report, timing
-from prefill.bench.cases import GRIDS, Case, Length, expand
+from prefill.bench.cases import GRIDS, Case, Length, expand, quantised_whole
 
 
 def test_statistics() -> None:
@@ -117,22 +118,24 @@ class FakeDevice:
 class Noted:
     """A contender whose calls the fake device sees."""
 
-    def __init__(self, backend: str, device: FakeDevice, factor: float = 1.0) -> None:
-        self._ours = contenders.Ours(backend)
+    def __init__(
+        self, of: str | contenders.Contender, device: FakeDevice, factor: float = 1.0
+    ) -> None:
+        self._of = contenders.Ours(of) if isinstance(of, str) else of
         self._device = device
         self._factor = factor
-        self.name = backend
-        self.context = self._ours.context
-        self.as_nhd = self._ours.as_nhd
-        self.dtype = self._ours.dtype
+        self.name = self._of.name
+        self.context = self._of.context
+        self.as_nhd = self._of.as_nhd
+        self.dtype = self._of.dtype
 
     def prepare(self, case: Case, inputs: Any) -> contenders.Call:
-        call = self._ours.prepare(case, inputs)
+        call = self._of.prepare(case, inputs)
 
         def noted() -> torch.Tensor:
             if torch.cuda.is_current_stream_capturing():
                 self._device.calls.append(noted)
-            return call().mul_(self._factor)
+            return call() if self._factor == 1.0 else call().mul_(self._factor)
 
         return noted
 
@@ -183,6 +186,20 @@ def test_graphs(fake_device: FakeDevice, per_graph: int, monkeypatch: pytest.Mon
     after = [graph.replays for graph in graphs]
     assert sum(after) - before == math.ceil(timing.WARM / 3e-3) + 5
     assert max(after) - min(after) <= 1  # the graphs take turns
+
+
+def test_float8_outputs(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no arithmetic in it, and a contender that leaves NaN there is found."""
+    FakeCudnn(monkeypatch, (9, 0))
+    case = small(quantised_whole("causal", causal=True))
+    cudnn8 = contenders.CudnnFloat8()
+    prepared = timing.prepare(case, [Noted(cudnn8, fake_device)], CPU, lambda: None)
+    assert prepared.dtypes == {"cudnn8": "float8_e4m3fn"}
+    (runner,) = prepared.runners
+    assert isinstance(runner, timing.GraphRunner)
+    assert {out.dtype for out in runner.outputs} == {torch.float8_e4m3fn}
+    idle = timing.prepare(case, [cudnn8], CPU, lambda: None)  # its graphs have no calls
+    assert idle.wrong == {"cudnn8": "NaN or infinity in the output"}
 
 
 def test_host_times() -> None:

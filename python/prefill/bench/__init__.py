@@ -1,4 +1,4 @@
-"""`python -m prefill bench`: this package's kernels beside torch's and FlashInfer's, in one run.
+"""`python -m prefill bench`: this package's kernels beside those of other libraries, in one run.
 
 `cases` says what is measured, `masks` which pairs its calls see, `contenders` who runs it, `check`
 whether the results are right, `timing` how GPU time is taken, `host` what a call costs on the CPU,

@@ -89,6 +89,12 @@ def quantised(float8: str, baseline: str, **arguments: Any) -> Variant:
     return Variant({**arguments, **scales}, baseline=baseline, float8=float8)
 
 
+def quantised_whole(baseline: str, **arguments: Any) -> Variant:
+    """A call with q, k and v in float8 and one multiplier for each of them, whatever the head."""
+    scales = {"scale_q": 1.5, "scale_k": 0.75, "scale_v": 1.6}
+    return Variant({**arguments, **scales}, baseline=baseline, float8="qkv")
+
+
 @dataclass(frozen=True)
 class Grid:
     """The product of heads, variants and lengths.
@@ -120,6 +126,8 @@ FLOAT8: Mapping[str, Variant] = {
     **FULL_AND_CAUSAL,
     "full float8": quantised("qkv", "full"),
     "causal float8": quantised("qkv", "causal", causal=True),
+    "full float8 by tensor": quantised_whole("full"),
+    "causal float8 by tensor": quantised_whole("causal", causal=True),
 }
 FLOAT8_KV: Mapping[str, Variant] = {
     "full float8 kv": quantised("kv", "full"),

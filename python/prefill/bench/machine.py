@@ -27,6 +27,12 @@ SMI_FIELDS = (
     "power.limit",
     "temperature.gpu",
 )
+PEERS = {
+    "flashinfer": "flashinfer-python",
+    "flash_attn_4": "flash-attn-4",
+    "cudnn_frontend": "nvidia-cudnn-frontend",
+}
+"""Packages of other libraries, by their name in the JSON."""
 _NVML_CLOCK_SM = 1
 
 
@@ -34,10 +40,6 @@ def software() -> dict[str, Any]:
     """Versions, and the commit of the source tree, if this is one."""
     library = Path(str(importlib.resources.files("prefill").joinpath(support.LIBRARY_NAME)))
     kernels = hashlib.sha256(library.read_bytes()).hexdigest() if library.is_file() else None
-    try:
-        flashinfer = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        flashinfer = None
     cudnn: Any = torch.backends.cudnn
     return {
         "prefill": __version__,
@@ -47,8 +49,15 @@ def software() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": cudnn.version(),
-        "flashinfer": flashinfer,
+        **{name: _version(package) for name, package in PEERS.items()},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str | None:

@@ -20,9 +20,11 @@ LABELS = {
     "fa2": "prefill, fa2",
     "cudnn": "torch SDPA, cuDNN",
     "flash": "torch SDPA, FlashAttention-2",
+    "flash4": "FlashAttention-4",
+    "cudnn8": "cuDNN, float8",
     "flashinfer": "FlashInfer",
 }
-MARKERS = "osD^v"
+MARKERS = "osD^vPX"
 AXES = {
     "TFLOP/s": "TFLOP/s of visible pairs (more is better)",
     "us": "microseconds of GPU time (less is better)",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from prefill.bench.cases import Case, Inputs
-from prefill.bench.check import Checker
+from prefill.bench.check import Checker, computable
 from prefill.bench.contenders import Contender, attempt
 from prefill.support import dtype_name
 
@@ -266,7 +266,9 @@ def prepare(
             continue
         dtype = contender.dtype(case, sets[0])
         problem = checker.problem(contender.as_nhd(runner.outputs[0]), dtype)
-        if not problem and not all(bool(out.isfinite().all()) for out in runner.outputs):
+        if not problem and not all(
+            bool(computable(out).isfinite().all()) for out in runner.outputs
+        ):
             problem = "NaN or infinity in the output for other inputs"
         if problem:
             prepared.wrong[contender.name] = problem
