@@ -22,6 +22,7 @@ CUTE_DEVICE void start_gemm(TiledMma& mma, A const& a, B const& b, bool accumula
   warpgroup_arrive();
   mma.accumulate_ = accumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
   constexpr int kSteps = decltype(size<2>(a))::value;
+  static_assert(kLeft <= kSteps, "near_end would never be called");
   CUTE_UNROLL
   for (int k = 0; k < kSteps; ++k) {
     if (k + kLeft == kSteps) near_end();
@@ -30,6 +31,10 @@ CUTE_DEVICE void start_gemm(TiledMma& mma, A const& a, B const& b, bool accumula
   }
   warpgroup_commit_batch();
   if (kLeft == 0) near_end();
+}
+template <class TiledMma, class A, class B, class Acc>
+CUTE_DEVICE void start_gemm(TiledMma& mma, A const& a, B const& b, bool accumulate, Acc& acc) {
+  start_gemm(mma, a, b, accumulate, acc, [] {});
 }
 
 template <class Traits>
@@ -237,6 +242,8 @@ struct Consumer {
 
   // KV tiles between those rows and the rows before that others use alone.
   CUTE_DEVICE int num_skipped() const { return rows().skips_first ? 1 : 0; }
+  // The step whose P waits for its product, when so many have been skipped since.
+  CUTE_DEVICE uint32_t pending_step(int skipped) const { return progress.steps() - 1 - skipped; }
   CUTE_DEVICE void skip_first() {
     if (!rows().skips_first) return;
     turn.take();  // the others need their turns all the same
@@ -275,13 +282,13 @@ struct Consumer {
       turn.take();
       smem.k_ring.wait_full(progress.steps());
       start_gemm(mma_qk, q(_, _, _, q_stage), k(_, _, _, progress.steps() % Traits::kStages), false,
-                 scores, [] {});
+                 scores);
     };
     // `is_pending`: P of the step before waits for its product. `skipped`: KV tiles since then.
     const auto start_pv = [&](bool is_pending, bool accumulate, int skipped = 0) {
-      if (is_pending) smem.v_ring.wait_full(progress.steps() - 1 - skipped);
-      start_gemm<Traits::kTurnOverlap>(
-          mma_pv, p, vt(_, _, _, (progress.steps() - 1 - skipped) % Traits::kStages), accumulate,
+      if (is_pending) smem.v_ring.wait_full(pending_step(skipped));
+      start_gemm<Traits::Tile::kTurnOverlap>(
+          mma_pv, p, vt(_, _, _, pending_step(skipped) % Traits::kStages), accumulate,
           out, [&] { turn.give(); });
     };
     const auto finish_qk = [&](auto& scores, bool is_last) {
@@ -293,7 +300,7 @@ struct Consumer {
     const auto finish_pv = [&](bool is_pending, int skipped = 0) {
       warpgroup_wait<0>();
       warpgroup_fence_operand(out);
-      if (is_pending) release(smem.v_ring, progress.steps() - 1 - skipped);
+      if (is_pending) release(smem.v_ring, pending_step(skipped));
     };
 
     while (true) {

@@ -38,7 +38,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
     turn.take();
     smem.k_ring.wait_full(progress.steps());
     start_gemm(mma_qk, q(_, _, _, (progress.rows() - 1) % Traits::kQStages),
-               k(_, _, _, progress.steps() % Traits::kStages), false, scores, [] {});
+               k(_, _, _, progress.steps() % Traits::kStages), false, scores);
   };
   const auto finish_qk = [&](bool is_last) {
     release(smem.k_ring, progress.steps());
@@ -46,10 +46,8 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
   };
   // `is_pending`: P of the step before waits for its product. `skipped`: KV tiles since then.
   const auto start_pv = [&](bool is_pending, int skipped = 0) {
-    if (is_pending) smem.v_ring.wait_full(progress.steps() - 1 - skipped);
-    start_gemm<Traits::kTurnOverlap>(
-        mma_pv, p, vt(_, _, _, 0, (progress.steps() - 1 - skipped) % Traits::kStages), false,
-        product, [&] { turn.give(); });
+    if (is_pending) smem.v_ring.wait_full(pending_step(skipped));
+    start_gemm(mma_pv, p, vt(_, _, _, 0, pending_step(skipped) % Traits::kStages), false, product);
   };
   // What the output is multiplied by: the growth of the maximum in the step of the product's P.
   auto growth = Softmax::no_growth();
@@ -65,12 +63,12 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
   const auto finish_chunk = [&](int chunk, bool is_pending, int skipped = 0) {
     warpgroup_wait<0>();
     warpgroup_fence_operand(product);
-    if (is_pending && chunk + 1 == kChunks) release(smem.v_ring, progress.steps() - 1 - skipped);
+    if (is_pending && chunk + 1 == kChunks) release(smem.v_ring, pending_step(skipped));
   };
   // Starts the next one, when that has been folded.
   const auto start_chunk = [&](int chunk, int skipped = 0) {
-    start_gemm(mma_pv, p, vt(_, _, _, chunk, (progress.steps() - 1 - skipped) % Traits::kStages),
-               false, product, [] {});
+    start_gemm(mma_pv, p, vt(_, _, _, chunk, pending_step(skipped) % Traits::kStages), false,
+               product);
   };
   const auto finish_pv = [&](bool is_pending, int skipped = 0) {
     CUTE_UNROLL
@@ -90,6 +88,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         warpgroup_wait<0>();
         warpgroup_fence_operand(scores);
         finish_qk(is_last);
+        turn.give();
         finish_pv(is_pending, skipped);
       };
       const auto weigh_masked = [&](auto& scores, int step) {
@@ -135,6 +134,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
         warpgroup_fence_operand(scores);
         finish_qk(left == 1);
         const auto lifted = softmax.start_lifted(score_rows);
+        turn.give();  // not before: products of another would hold up P V
         // What exp2 leaves of the issue slots goes to the output and to P.
         if constexpr (kChunks == 1) {
           finish_chunk(0, true);
@@ -163,6 +163,7 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
     const bool has_previous = previous_rows().order.count > 0;
     turn.take();
     start_pv(has_previous);
+    turn.give();
     finish_pv(has_previous);
     // The rows before, and rows that see no key.
 #pragma unroll 1

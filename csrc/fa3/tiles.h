@@ -45,26 +45,26 @@ struct Tile<HeadDims<256, 256>> {  // 64 KB + 2 x 80 KB; more keys need more tha
 };
 
 // Of operands of 8 bits. Their consumers hold accumulators of S, of one tile's P V and of O. Their
-// steps have no use for kKeepsQ and kHoldsWaits.
+// steps have no use for kKeepsQ, kHoldsWaits and kTurnOverlap.
 template <class Dims>
 struct Float8Tile;
 
 template <>
 struct Float8Tile<HeadDims<128, 128>> {  // 32 KB + 4 x 32 KB + 32 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 2, kChunkVo = 128;
-  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40, kTurnOverlap = 4;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 40;
   static constexpr bool kStagesOutput = true;
 };
 template <>
 struct Float8Tile<HeadDims<192, 128>> {  // 24 KB + 4 x 40 KB + 32 KB
   static constexpr int kWarpgroups = 2, kN = 128, kStages = 4, kQStages = 1, kChunkVo = 128;
-  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24, kTurnOverlap = 2;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24;
   static constexpr bool kStagesOutput = true;
 };
 template <>
 struct Float8Tile<HeadDims<256, 256>> {  // 32 KB + 4 x 32 KB
   static constexpr int kWarpgroups = 2, kN = 64, kStages = 4, kQStages = 1, kChunkVo = 64;
-  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24, kTurnOverlap = 1;
+  static constexpr int kProducerRegisters = 24, kMaskProducerRegisters = 24;
   static constexpr bool kStagesOutput = false;
 };
 

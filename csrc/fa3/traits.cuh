@@ -64,7 +64,6 @@ struct Traits {
   static constexpr int kStages = Tile::kStages;
   static constexpr int kQStages = Tile::kQStages;
   static constexpr bool kStagesOutput = Tile::kStagesOutput;
-  static constexpr int kTurnOverlap = Tile::kTurnOverlap;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;  // one producer
 
   // A block gets as many registers as its threads may have at its start, in eights; setmaxnreg
