@@ -85,7 +85,8 @@ struct RowTileMask {
   }
 };
 
-// Mixed KV tiles first, then full ones, each kind from the lowest keys on.
+// Mixed KV tiles first, then full ones, each kind from the lowest keys on, or falling.
+template <bool kFalling>
 struct KvTileWalk {
   int word = -1;      // of those that hold the KV tiles, first of mixed ones and then of full ones
   uint32_t left = 0;  // of the word
@@ -93,14 +94,17 @@ struct KvTileWalk {
   // Only as often as there are tiles; `tiles` are the same each time.
   PREFILL_HOST_DEVICE int next(const RowTileMask& tiles) {
     const int num_words = tiles.end_word() - tiles.first_word();
+    const auto place = [&] {
+      const int of_kind = word < num_words ? word : word - num_words;
+      return kFalling ? tiles.end_word() - 1 - of_kind : tiles.first_word() + of_kind;
+    };
     while (left == 0) {
       ++word;
-      left = word < num_words ? tiles.bits(tiles.mixed, tiles.first_word() + word)
-                              : tiles.bits(tiles.full, tiles.first_word() + word - num_words);
+      left = tiles.bits(word < num_words ? tiles.mixed : tiles.full, place());
     }
-    const int bit = lowest_bit(left);
-    left &= left - 1;
-    return (tiles.first_word() + (word < num_words ? word : word - num_words)) * 32 + bit;
+    const int bit = kFalling ? highest_bit(left) : lowest_bit(left);
+    left ^= 1u << bit;
+    return place() * 32 + bit;
   }
 };
 

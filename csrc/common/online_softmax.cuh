@@ -94,7 +94,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE Lifted start_lifted(Scores& scores) {
     Lifted lifted;
     Row maximum = tile_maxima(scores);
-    bool is_steep = false;
+    bool any_steep = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) maximum[r] = quad_max(maximum[r]);
     CUTE_UNROLL
@@ -106,14 +106,17 @@ struct OnlineSoftmax {
       row_sum[r] *= lifted.factor[r];
       const float offset = __fmul_rn(maximum[r], multiplier);
       lifted.offset[r] = offset - kLift;
-      is_steep = is_steep || !(fabsf(offset) < kSteep);
+      any_steep = any_steep || !(fabsf(offset) < kSteep);
     }
-    if (__any_sync(0xffffffffu, is_steep)) {
+    if (__any_sync(0xffffffffu, any_steep)) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
+        // Others stay as they are, bit by bit: less zero.
+        const bool is_steep = !(fabsf(lifted.offset[r] + kLift) < kSteep);
+        const float base = is_steep ? maximum[r] : 0.f;
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= maximum[r];
-        lifted.offset[r] = -kLift;
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= base;
+        if (is_steep) lifted.offset[r] = -kLift;
       }
     }
     return lifted;
@@ -195,7 +198,8 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) row_sum[r] = quad_sum(row_sum[r]);
   }
 
-  // No key was seen: the sum of a row with keys is at least that of its maximum, 1 (or NaN).
+  // No key was seen: the sum of a row with keys is at least that of its maximum, 1 or lifted (or
+  // NaN).
   CUTE_DEVICE bool row_is_empty(int r) const { return row_sum[r] == 0.f; }
 
   // The log-sum-exp of this row's keys, for what merges parts of rows.
@@ -224,7 +228,7 @@ struct OnlineSoftmax {
  private:
   // Of each row's scores. In chains that do not wait for each other.
   template <class Scores>
-  CUTE_DEVICE Row tile_maxima(Scores const& scores) {
+  CUTE_DEVICE static Row tile_maxima(Scores const& scores) {
     constexpr int kColumns = decltype(cute::size<1>(scores))::value, kChains = 8;
     float maxima[kRows][kChains];
     CUTE_UNROLL
@@ -329,7 +333,8 @@ CUTE_DEVICE bool all_finite(Outputs const& outputs, Normaliser const& normaliser
   for (int r = 0; r < cute::size<0>(outputs); ++r) {
     float sums[2] = {};  // independent ones, to hide latency
     CUTE_UNROLL
-    for (int c = 0; c < cute::size<1>(outputs); ++c) sums[c % 2] = fmaf(outputs(r, c), 0.f, sums[c % 2]);
+    for (int c = 0; c < cute::size<1>(outputs); ++c)
+      sums[c % 2] = fmaf(outputs(r, c), 0.f, sums[c % 2]);
     finite = finite && (sums[0] + sums[1] == 0.f || isnan(normaliser.factor[r]));
   }
   return finite;

@@ -93,8 +93,7 @@ struct TransposePass {
 
   int64_t num_blocks() const { return int64_t{num_heads} * key_blocks * dim_blocks; }
 
-  // Blocks of the same keys follow each other, as do their bytes in most tensors. None where no row
-  // sees a key.
+  // Blocks of the same keys follow each other, as do their bytes in most tensors.
   PREFILL_HOST_DEVICE Block block(int index) const {
     const auto of_keys = static_cast<uint32_t>(num_heads * dim_blocks);
     const auto keys = static_cast<uint32_t>(index) / of_keys;

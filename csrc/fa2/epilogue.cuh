@@ -105,7 +105,8 @@ struct TileWriter {
     Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
     copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-    store_lse(Results::of(params), softmax, Traits::kWithCare, coordinates, work.head, sink, first_row);
+    store_lse(Results::of(params), softmax, Traits::kWithCare, coordinates, work.head, sink,
+              first_row);
 
     __syncthreads();
     store_rows<Traits>(smem, params, work.head, first_row);

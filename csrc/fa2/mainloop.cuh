@@ -105,11 +105,8 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     Tensor out_rows = row_column_view(out);
     scale_rows(out_rows, factor);
   };
-  const auto anchored_step = [&](auto& rows) CUTLASS_LAMBDA_FUNC_INLINE {
-    softmax.anchored_step(rows);
-  };
 
-  const auto take_step = [&](auto const& softmax_step) CUTLASS_LAMBDA_FUNC_INLINE {
+  while (tile >= 0) {
     int next;
     const auto start_next_k = [&] {  // V has landed, K is no longer read
       next = tiles.next(step + 1, tile);
@@ -124,7 +121,16 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
-    softmax_step(rows);
+    if constexpr (Traits::kHasAnchors) {
+      if (step < tiles.num_exact) {
+        exact_step(rows);
+        if (step + 1 == tiles.num_exact && !tiles.is_careful()) softmax.settle_nan();
+      } else {
+        softmax.anchored_step(rows);
+      }
+    } else {
+      exact_step(rows);
+    }
     Tensor p = make_tensor<T>(scores.layout());
     convert_fragment<T>(scores, p);
 
@@ -133,25 +139,6 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     gemm_registers<T, Traits::kAhead>(tiled_mma, copy_v, p_operand, vt, out);
     tile = next;
     ++step;
-  };
-
-  if constexpr (Traits::kAnchors == Anchors::OwnLoop) {
-    while (step < tiles.num_exact) take_step(exact_step);
-    if (!tiles.is_careful()) softmax.settle_nan();
-    while (tile >= 0) take_step(anchored_step);
-  } else if constexpr (Traits::kAnchors == Anchors::SameLoop) {
-    while (tile >= 0) {
-      take_step([&](auto& rows) CUTLASS_LAMBDA_FUNC_INLINE {
-        if (step < tiles.num_exact) {
-          exact_step(rows);
-          if (step + 1 == tiles.num_exact && !tiles.is_careful()) softmax.settle_nan();
-        } else {
-          anchored_step(rows);
-        }
-      });
-    }
-  } else {
-    while (tile >= 0) take_step(exact_step);
   }
   softmax.finish();
 }

@@ -5,42 +5,35 @@
 
 namespace prefill::fa2 {
 
-// In a loop of their own, where registers suffice: it is faster.
-enum class Anchors { None, SameLoop, OwnLoop };
-
 // Every choice fits in the 99 KB of consumer cards (sm86, sm89, sm120), and twice in the 164 KB of
 // an A100 where it can: two blocks on an SM hide each other's barriers and softmax.
 //   kEarlyV: wait for V before the softmax, which gives the next load the softmax to land in, but
 //   keeps more registers alive; where they are short it spills.
-//   kAnchors: whether long rows of plain kernels have anchored steps (csrc/fa3/README.md), and where.
-//   kAhead, kGeneralAhead: k-steps that operands are read from shared memory before their use in
-//   plain and in general kernels; costs registers too.
+//   kHasAnchors: long rows of plain kernels have anchored steps (csrc/fa3/README.md), where they
+//   are faster. kAhead, kGeneralAhead: k-steps that operands are read from shared memory before
+//   their use in plain and in general kernels; costs registers too.
 template <class Dims>
 struct Tile;
 
 template <>
 struct Tile<HeadDims<64, 64>> {  // 48 KB; O and S take 192 registers; reading ahead would spill
   static constexpr int kM = 128, kN = 128, kWarps = 4, kAhead = 0, kGeneralAhead = 0;
-  static constexpr bool kEarlyV = false;
-  static constexpr Anchors kAnchors = Anchors::OwnLoop;
+  static constexpr bool kEarlyV = false, kHasAnchors = true;
 };
 template <>
 struct Tile<HeadDims<128, 128>> {  // 64 KB; O and S take 192 registers
   static constexpr int kM = 128, kN = 64, kWarps = 4, kAhead = 0, kGeneralAhead = 1;
-  static constexpr bool kEarlyV = false;
-  static constexpr Anchors kAnchors = Anchors::SameLoop;
+  static constexpr bool kEarlyV = false, kHasAnchors = true;
 };
 template <>
 struct Tile<HeadDims<192, 128>> {  // 88 KB; O and S take 192 registers
   static constexpr int kM = 128, kN = 64, kWarps = 4, kAhead = 0, kGeneralAhead = 0;
-  static constexpr bool kEarlyV = false;
-  static constexpr Anchors kAnchors = Anchors::SameLoop;
+  static constexpr bool kEarlyV = false, kHasAnchors = true;
 };
 template <>
 struct Tile<HeadDims<256, 256>> {  // 96 KB; O and S take 160 registers; 128 rows would need 128 KB
   static constexpr int kM = 64, kN = 64, kWarps = 4, kAhead = 1, kGeneralAhead = 1;
-  static constexpr bool kEarlyV = true;
-  static constexpr Anchors kAnchors = Anchors::None;
+  static constexpr bool kEarlyV = true, kHasAnchors = false;
 };
 
 }  // namespace prefill::fa2

@@ -35,8 +35,7 @@ struct Traits {
   using KvTiles = std::conditional_t<kIsGeneral, GeneralKvTiles, PlainKvTiles>;
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
-  static constexpr int kAhead =
-      kIsGeneral ? Tile<Dims>::kGeneralAhead : Tile<Dims>::kAhead;
+  static constexpr int kAhead = kIsGeneral ? Tile<Dims>::kGeneralAhead : Tile<Dims>::kAhead;
   static constexpr bool kEarlyV = Tile<Dims>::kEarlyV;
   static constexpr int kThreads = Tile<Dims>::kWarps * 32;
 
@@ -77,8 +76,7 @@ struct Traits {
   using Softmax = OnlineSoftmax<kRowsPerThread>;
   // Of exact steps: exponentials leave issue slots free for it.
   static constexpr bool kWithCare = true;
-  static constexpr Anchors kAnchors = kIsGeneral ? Anchors::None : Tile<Dims>::kAnchors;
-  static constexpr bool kHasAnchors = kAnchors != Anchors::None;
+  static constexpr bool kHasAnchors = !kIsGeneral && Tile<Dims>::kHasAnchors;
 };
 
 }  // namespace prefill::fa2

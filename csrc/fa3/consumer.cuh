@@ -251,7 +251,28 @@ struct Consumer {
     progress.next_step();
   }
 
-  // The same for operands of 8 bits (float8_steps.cuh).
+  // When the last product has ended: the rows before, and rows that see no key.
+  template <class Acc>
+  CUTE_DEVICE void write_last(bool has_previous, Softmax& softmax, Acc& out) {
+#pragma unroll 1
+    for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {
+      if (i == 1) {
+        softmax = Softmax(rows().transform.multiplier);
+        clear(out);
+      }
+      RowTile const& which = i == 1 ? rows() : previous_rows();
+      write(which, finish(which, softmax), out);
+    }
+    release(own.q_ring, progress.rows() - 1);
+  }
+
+  CUTE_DEVICE void leave() {
+    turn.finish();
+    if (Traits::kStagesOutput && thread == 0)
+      tma_store_wait<0>();  // shared memory goes with the block
+  }
+
+  // The same as below for operands of 8 bits (float8_steps.cuh).
   CUTE_DEVICE void run_float8();
 
   // All row tiles, as one stream of steps: while the softmax of one KV tile runs, the product P V
@@ -287,9 +308,9 @@ struct Consumer {
     // `is_pending`: P of the step before waits for its product. `skipped`: KV tiles since then.
     const auto start_pv = [&](bool is_pending, bool accumulate, int skipped = 0) {
       if (is_pending) smem.v_ring.wait_full(pending_step(skipped));
-      start_gemm<Traits::Tile::kTurnOverlap>(
-          mma_pv, p, vt(_, _, _, pending_step(skipped) % Traits::kStages), accumulate,
-          out, [&] { turn.give(); });
+      start_gemm<Traits::Tile::kTurnOverlap>(mma_pv, p,
+                                             vt(_, _, _, pending_step(skipped) % Traits::kStages),
+                                             accumulate, out, [&] { turn.give(); });
     };
     const auto finish_qk = [&](auto& scores, bool is_last) {
       warpgroup_wait<1>();
@@ -389,26 +410,14 @@ struct Consumer {
       turn.take();
       start_pv(has_previous, previous_rows().order.count > 1);
       finish_pv(has_previous);
-      // The rows before, and rows that see no key.
-#pragma unroll 1
-      for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {
-        if (i == 1) {
-          softmax = Softmax(rows().transform.multiplier);
-          clear(out);
-        }
-        RowTile const& which = i == 1 ? rows() : previous_rows();
-        write(which, finish(which, softmax), out);
-      }
-      release(own.q_ring, progress.rows() - 1);
+      write_last(has_previous, softmax, out);
       if (rows().is_end()) {
         if (rows().round > 0) break;
         if (thread == 0) smem.redo_list.arrive();
         if (!smem.redo_list.wait_any()) break;
       }
     }
-    turn.finish();
-    if (Traits::kStagesOutput && thread == 0)
-      tma_store_wait<0>();  // shared memory goes with the block
+    leave();
   }
 };
 

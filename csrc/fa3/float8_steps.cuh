@@ -165,25 +165,13 @@ CUTE_DEVICE void Consumer<Traits>::run_float8() {
     start_pv(has_previous);
     turn.give();
     finish_pv(has_previous);
-    // The rows before, and rows that see no key.
-#pragma unroll 1
-    for (int i = has_previous ? 0 : 1; i < (rows().is_end() ? 1 : 2); ++i) {
-      if (i == 1) {
-        softmax = Softmax(rows().transform.multiplier);
-        clear(out);
-      }
-      RowTile const& which = i == 1 ? rows() : previous_rows();
-      write(which, finish(which, softmax), out);
-    }
-    release(own.q_ring, progress.rows() - 1);
+    write_last(has_previous, softmax, out);
     if (rows().is_end()) {
       if (thread == 0) smem.redo_list.arrive();  // empty: the producer's next pass does not come
       break;
     }
   }
-  turn.finish();
-  if (Traits::kStagesOutput && thread == 0)
-    tma_store_wait<0>();  // shared memory goes with the block
+  leave();
 }
 
 }  // namespace prefill::fa3

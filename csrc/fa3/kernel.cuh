@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if constexpr (Traits::kStagesOutput) {
       prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&maps.out));
     }
-    constexpr int kConsumerWarps = Traits::kWarpgroups * 4;
+    constexpr int kConsumerWarps = Traits::kWarpgroups * kWarpgroupWarps;
     for (auto& consumer : smem.consumers) {
-      consumer.q_ring.init(4);
+      consumer.q_ring.init(kWarpgroupWarps);
       consumer.rows[Traits::kRowTiles - 1] = RowTile::end(0);  // before the first
     }
     smem.k_ring.init(kConsumerWarps);

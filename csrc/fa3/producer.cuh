@@ -32,8 +32,8 @@ struct Producer {
   struct Work {
     int round;
     WorkTile tile;
-    KvTileOrder order;  // under a custom mask, bounds and counts alone
-    KvTileWalk walk;    // instead
+    KvTileOrder order;                      // under a custom mask, bounds and counts alone
+    KvTileWalk<!Traits::kHasAnchors> walk;  // instead
 
     CUTE_DEVICE RowTileMask mask_of(MaskTiles const& mask) const {
       return RowTileMask::of(mask, tile.m_tile, order.first, order.end);
@@ -191,30 +191,48 @@ struct Producer {
   CUTE_DEVICE void release_skipped(int step) {
     for (auto const& consumer : smem.consumers) {
       if (!consumer.rows[(num_rows - 1) % Traits::kRowTiles].skips_first) continue;
-      if (step == 0) smem.k_ring.release_for(kWarpgroupThreads / 32, num_steps);
-      if (step == 1) smem.v_ring.release_for(kWarpgroupThreads / 32, num_steps - 1);
+      if (step == 0) smem.k_ring.release_for(kWarpgroupWarps, num_steps);
+      if (step == 1) smem.v_ring.release_for(kWarpgroupWarps, num_steps - 1);
     }
   }
 
-  // Tells each consumer of its rows, and loads Q for them where they see any key.
-  CUTE_DEVICE void tell(RowTile rows) {
-    wait_for_inputs();  // also where there is no Q: consumers write
+  // Tells a consumer of its rows, when it has a place for their Q.
+  CUTE_DEVICE void tell(RowTile const& rows, int consumer) const {
+    smem.consumers[consumer].q_ring.wait_empty(num_rows);
+    auto& told = smem.consumers[consumer].rows[num_rows % Traits::kRowTiles];
+    told = rows;
+    narrow(told, consumer);
+  }
+
+  // Loads Q for the rows that a consumer has been told of, where they see any key.
+  CUTE_DEVICE void ask(RowTile const& rows, int index) const {
+    auto& consumer = smem.consumers[index];
+    auto& full = consumer.q_ring.full[num_rows % Traits::kQStages];
+    if (rows.order.empty()) {
+      compiler_fence();
+      full.arrive();
+    } else {
+      const int first_row = consumer.rows[num_rows % Traits::kRowTiles].first_row;
+      load_q(consumer.q[num_rows % Traits::kQStages], full, params.rows.first_token(first_row),
+             rows.head);
+    }
+  }
+
+  // Tells all consumers of their rows: in plain kernels, of the very first before the kernel before
+  // has ended (others have no registers for it).
+  CUTE_DEVICE void tell_all(RowTile rows) {
     rows.part = schedule.part_of_all(rows.round, blockIdx.x);
+    const bool is_early = !Traits::kTakesMasks && num_rows == 0;
+    if (!is_early) wait_for_inputs();  // also where there is no Q: consumers write
 #pragma unroll 1
     for (int i = 0; i < Traits::kWarpgroups; ++i) {
-      auto& consumer = smem.consumers[i];
-      auto& ring = consumer.q_ring;
-      ring.wait_empty(num_rows);
-      auto& told = consumer.rows[num_rows % Traits::kRowTiles];
-      told = rows;
-      narrow(told, i);
-      if (rows.order.empty()) {
-        compiler_fence();
-        ring.full[num_rows % Traits::kQStages].arrive();
-      } else {
-        load_q(consumer.q[num_rows % Traits::kQStages], ring.full[num_rows % Traits::kQStages],
-               params.rows.first_token(told.first_row), rows.head);
-      }
+      tell(rows, i);
+      if (!is_early) ask(rows, i);
+    }
+    if (is_early) {
+      wait_for_inputs();
+#pragma unroll 1
+      for (int i = 0; i < Traits::kWarpgroups; ++i) ask(rows, i);
     }
     ++num_rows;
   }
@@ -224,8 +242,10 @@ struct Producer {
   // there is a place for it: with one place when they need it, else in the course of the row tile
   // before.
   CUTE_DEVICE void load_all() {
-    // By then K of this row tile's first step is done with, and so are the rows before.
+    // By then V of the rows before is done with, as V of this row tile has been loaded in its
+    // place.
     constexpr int kAhead = Traits::kStages;
+    static_assert(kAhead >= 2, "release_skipped takes the rows told last for those of the step");
     Work work = next_work();
     bool is_told = false;
     while (true) {
@@ -244,7 +264,7 @@ struct Producer {
           news = next = next_work();
           tells = next_is_told = true;
         }
-        if (tells) tell(row_tile(news));
+        if (tells) tell_all(row_tile(news));
         if (count > 0 && k_is_last) load_k(tile, work.tile.kv_head);
         if (step < 2) release_skipped(step);
         if (count == 0) break;

@@ -17,6 +17,7 @@ namespace prefill::fa3 {
 using namespace cute;
 
 constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
 constexpr int kWarpgroupRows = 64;
 
 // The same, for all ptxas knows elsewhere: so that what a rare path reads of it, or where, is not
@@ -113,7 +114,7 @@ struct Traits {
     alignas(1024) Out out[kStagesOutput ? kWarpgroupRows * Dims::kVo : 1];  // as TMA reads it
     RingBarriers<kQStages> q_ring;
     RowTile rows[kRowTiles];
-    float held[kWarpgroupThreads];  // only ever written, by Consumer::hold
+    float held[kIsFloat8 ? 1 : kWarpgroupThreads];  // only ever written, by Consumer::hold
   };
 
   struct SharedStorage {

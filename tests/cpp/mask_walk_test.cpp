@@ -1,4 +1,5 @@
 // The order of a row tile's KV tiles under a custom mask, against a plain list of classes.
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -60,9 +61,15 @@ void check_row_tile(const Mask& mask, int row_tile, int begin, int end) {
   CHECK_EQ(actual.counts().mixed, static_cast<int>(mixed.size()), "row tile " << row_tile);
   CHECK_EQ(actual.counts().full, static_cast<int>(full.size()), "row tile " << row_tile);
 
-  KvTileWalk walk;
-  mixed.insert(mixed.end(), full.begin(), full.end());
+  KvTileWalk</*kFalling=*/false> walk;
   for (int tile : mixed) CHECK_EQ(walk.next(actual), tile, "row tile " << row_tile);
+  for (int tile : full) CHECK_EQ(walk.next(actual), tile, "row tile " << row_tile);
+
+  KvTileWalk</*kFalling=*/true> falling;
+  std::reverse(mixed.begin(), mixed.end());
+  std::reverse(full.begin(), full.end());
+  for (int tile : mixed) CHECK_EQ(falling.next(actual), tile, "falling, row tile " << row_tile);
+  for (int tile : full) CHECK_EQ(falling.next(actual), tile, "falling, row tile " << row_tile);
 }
 
 }  // namespace
