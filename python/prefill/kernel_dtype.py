@@ -65,10 +65,12 @@ def _has_rows_for_tma(tensor: Tensor) -> bool:
     """Whether the op gets the tensor with strides that TMA takes.
 
     What no kernel can read is copied before, and a copy is dense. An address is unknown while a
-    call is traced: then the answer is that of a tensor that is not copied for it.
+    call is traced: then the answer is that of a tensor that is not copied for its address.
     """
     length, heads, _ = tensor.shape
     outer, middle, _ = tensor.stride()
     if (length == 1 or outer % ROW_BYTES == 0) and (heads == 1 or middle % ROW_BYTES == 0):
         return True
-    return ops.has_address(tensor) and not ops.is_kernel_ready(tensor)
+    return not ops.has_kernel_strides(tensor) or (
+        ops.has_address(tensor) and not ops.is_kernel_ready(tensor)
+    )

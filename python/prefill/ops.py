@@ -207,8 +207,11 @@ def has_address(tensor: Tensor) -> bool:
 
 def is_kernel_ready(tensor: Tensor) -> bool:
     """Whether [length, heads, head_dim] can be read where it lies, in 8 bits or 16."""
-    if tensor.data_ptr() % 16:
-        return False
+    return tensor.data_ptr() % 16 == 0 and has_kernel_strides(tensor)
+
+
+def has_kernel_strides(tensor: Tensor) -> bool:
+    """The same but for the address."""
     if tensor.is_contiguous():  # head dims are multiples of 8
         return True
     length, heads, _ = tensor.shape

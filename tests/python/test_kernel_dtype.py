@@ -12,7 +12,7 @@ import prefill
 from cases import BFLOAT16, E4M3, E5M2, FLOAT16
 from fakes import cuda, library, pretend, pretend_build
 from layouts import relaid
-from prefill import kernel_dtype
+from prefill import kernel_dtype, ops
 from prefill.backends import PRIORITY, resolve
 from prefill.request import PrefillRequest, make_request
 from prefill.support import NativeLibrary
@@ -155,3 +155,17 @@ def test_tracing_asks_for_no_address(monkeypatch: pytest.MonkeyPatch, view: str)
 
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     assert torch.equal(compiled(*tensors), attend(*tensors))
+
+
+def test_strides_alone_tell_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is the same where no address is known."""
+    pretend_build(monkeypatch, library(dtypes=(), float8=("float8_e4m3fn",)))
+    call = request()
+    heads, head_dim = call.k.shape[1:]
+    rows = (heads * (head_dim + 1), head_dim + 1, 1)
+    strided = torch.empty_strided(call.k.shape, rows, dtype=call.k.dtype)
+    call = call._replace(k=strided)
+    eager = kernel_dtype.of("fa3", call)
+    assert eager == E4M3
+    monkeypatch.setattr(ops, "has_address", lambda _: False)
+    assert kernel_dtype.of("fa3", call) == eager

@@ -202,6 +202,37 @@ def test_what_is_not_finite(dtype: torch.dtype, stray: tuple[str, str]) -> None:
                 assert found.kind == "passed", f"{case}: {found.text}"
 
 
+@pytest.mark.parametrize(("dtype", "bad"), [(E5M2, math.inf), (E5M2, math.nan), (E4M3, math.nan)])
+def test_a_bad_number_in_a_key_moves_no_bit_of_rows_that_do_not_see_it(
+    dtype: torch.dtype, bad: float
+) -> None:
+    """One number: scores with it are infinite in all rows beside, and their softmax is steep."""
+    for head_dims in native_classes(dtype):
+        q, k, v = (x.float() for x in tensors_of(100, 130, head_dims, dtype))
+        q[..., 0] = 1.0
+        clean = run(q.to(dtype), k.to(dtype), v.to(dtype), causal=True, backend="fa3")
+        k[80, :, 0] = bad  # position 80 is that of row 50
+        out, lse = run(q.to(dtype), k.to(dtype), v.to(dtype), causal=True, backend="fa3")
+        assert same((out[:50], lse[:50]), (clean[0][:50], clean[1][:50]))
+        assert out[50:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_custom_masks_take_keys_in_the_order_of_causal_ones(dtype: torch.dtype) -> None:
+    """What the first key, with most of a row's weight, came before would be rounded to nothing."""
+    for head_dims in native_classes(dtype):
+        q, k, v = (x.float() for x in tensors_of(64, 4096, head_dims, dtype))
+        q[..., 0], k[..., 0], k[0, :, 0], v[0] = 4.0, 0.0, 3 * head_dims[0] ** 0.5, 0.0
+        tensors = q.to(dtype), k.to(dtype), v.to(dtype)
+        truth = expect(*tensors, causal=True, native=True).out
+        mask = torch.ones(64, 4096, dtype=torch.bool, device="cuda").tril(4096 - 64)
+        errors_of = [
+            (run(*tensors, backend="fa3", **arguments)[0].double() - truth).square().mean().sqrt()
+            for arguments in ({"causal": True}, {"custom_mask": mask})
+        ]
+        assert errors_of[1] <= 1.02 * errors_of[0]
+
+
 @pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("lengths", [(1, 5000), (130, 700), (2000, 2000)])
 def test_repeats_are_bit_equal(dtype: torch.dtype, lengths: tuple[int, int]) -> None:
