@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
     const bool is_careful = !Traits::kHasAnchors || !here.transform.is_idle() ||
                             needs_care(mask, order, Traits::kN, /*is_custom=*/false,
                                        work.is_whole(), value_scale(params, work.kv_head));
-    tiles = {order, is_careful ? order.count : num_exact_steps(order)};
+    const int num_exact = max(num_exact_steps(order), Traits::kExactKeys / Traits::kN);
+    tiles = {order, is_careful ? order.count : min(num_exact, order.count)};
   }
   if (threadIdx.x == 0) smem.tiles = tiles;
   __syncthreads();
