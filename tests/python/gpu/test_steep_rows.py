@@ -413,8 +413,11 @@ def test_rms_error_is_not_above_that_of_cudnn(
     """Two per cent are what differs between two orders of the same sums."""
     ratio = rms_error_over_that_of_cudnn(backend, kind, name, mode)
     assert ratio <= 1.4  # of all, those with a known fault too
-    is_open = name == "peaked" or (mode == "full" and name == "normal")
-    known_to_fail(request, RMS_ERROR, backend == "fa3" and is_open)
+    if backend == "fa3":
+        is_open = name == "peaked" or (mode == "full" and name == "normal")
+    else:  # its first 768 keys have no anchors
+        is_open = name == "peaked" and (mode == "full" or kind[1] == 64)
+    known_to_fail(request, RMS_ERROR, is_open)
     assert ratio <= 1.02
 
 
