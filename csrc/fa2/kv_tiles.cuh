@@ -12,9 +12,9 @@ namespace prefill::fa2 {
 struct PlainKvTiles {
   static constexpr bool is_custom = false;
   KvTileOrder order;
-  int num_exact;  // steps that keep a running maximum; all of them, and with care, where it is
-                  // count
+  int num_exact;  // steps that keep a running maximum
 
+  // No anchors, and nothing to be done again.
   PREFILL_HOST_DEVICE bool is_careful() const { return num_exact == order.count; }
 
   template <int kN>

@@ -9,9 +9,10 @@ namespace prefill::fa2 {
 // an A100 where it can: two blocks on an SM hide each other's barriers and softmax.
 //   kEarlyV: wait for V before the softmax, which gives the next load the softmax to land in, but
 //   keeps more registers alive; where they are short it spills.
-//   kHasAnchors: long rows of plain kernels have anchored steps (csrc/fa3/README.md), where they
-//   are faster. kAhead, kGeneralAhead: k-steps that operands are read from shared memory before
-//   their use in plain and in general kernels; costs registers too.
+//   kHasAnchors: in plain kernels long rows have anchored steps (csrc/fa3/README.md), where that
+//   is faster.
+//   kAhead, kGeneralAhead: k-steps that operands are read from shared memory before their use, in
+//   plain and in general kernels; costs registers too.
 template <class Dims>
 struct Tile;
 
