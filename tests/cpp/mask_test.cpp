@@ -1,10 +1,12 @@
 // BandMask against naive loops over the rules in params.h.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <ostream>
 #include <vector>
 
 #include "check.h"
+#include "common/anchors.cuh"
 #include "common/mask.cuh"
 #include "random.h"
 
@@ -13,6 +15,8 @@ namespace {
 using prefill::BandMask;
 using prefill::KvTileOrder;
 using prefill::KvTileRange;
+using prefill::needs_care;
+using prefill::num_exact_steps;
 using prefill::test::Random;
 
 std::ostream& operator<<(std::ostream& stream, const BandMask& mask) {
@@ -101,7 +105,7 @@ void check_narrowed(const BandMask& mask, const KvTileOrder& order, int first, i
 }
 
 // All KV tiles of a row tile's range come once: those that need masking first, the others in rising
-// order. When one more than the masked ones are done, each row has seen a key that sees any.
+// order. When the exact steps are done, each row has seen a key that sees any: anchors may follow.
 template <int kTileM, int kTileN>
 void check_order(const BandMask& mask, int first, int part, int num_parts) {
   const KvTileRange whole = mask.kv_tiles(first, kTileM, kTileN);
@@ -128,7 +132,8 @@ void check_order(const BandMask& mask, int first, int part, int num_parts) {
     CHECK_EQ(falling.tile(index), has_left ? order.tile(index) : range.end - 1 - index,
              mask << ", rows from " << first);
   }
-  const int num_anchoring = std::min(order.num_masked + 1, order.count);
+  const int num_anchoring = num_exact_steps(order);
+  CHECK(order.num_masked <= num_anchoring && num_anchoring <= order.count, mask);
   for (int row = first; row < std::min(first + kTileM, mask.qo_len); ++row) {
     bool sees_any = false, anchored = false;
     for (int key = range.begin * kTileN; key < std::min(range.end * kTileN, mask.kv_len); ++key) {
@@ -300,10 +305,33 @@ void check_quad_columns(Random& random) {
   }
 }
 
+// Which rows keep a running maximum throughout: few keys without a causal bound among them, and
+// all whose anchored sums a value scale could make vanish.
+void check_care() {
+  constexpr int kTileM = 128, kTileN = 64;
+  const auto cares = [](int kv_len, bool causal, bool is_custom, bool is_whole, float scale) {
+    const BandMask mask{kTileM, kv_len, kv_len, causal ? 0 : kTileM};
+    const auto order = mask.kv_tiles(0, kTileM, kTileN).masked_first<kTileN>();
+    return needs_care(mask, order, kTileN, is_custom, is_whole, scale);
+  };
+  for (float scale : {1.f, -1.f, 0x1p-80f}) {
+    CHECK(cares(640, false, false, true, scale), "640 keys, full");
+    CHECK(!cares(641, false, false, true, scale), "641 keys, full");
+    CHECK(!cares(640, true, false, true, scale), "640 keys, causal");
+    CHECK(cares(640, true, true, true, scale), "640 keys under a custom mask");
+    CHECK(cares(640, true, false, false, scale), "640 keys of a part");
+    CHECK(!cares(641, true, false, false, scale), "641 keys of a part");
+  }
+  for (float scale : {0.f, 0x1p-81f, -0x1p-81f, NAN}) {
+    CHECK(cares(9000, false, false, true, scale), "value scale " << scale);
+  }
+}
+
 }  // namespace
 
 int main() {
   check_small_exhaustively();
+  check_care();
   check_real_tiles_at_random();
   check_huge();
   Random random(2);
