@@ -64,9 +64,11 @@ struct OnlineSoftmax {
   CUTE_DEVICE Row exact_step(Scores& scores, bool with_care) {
     static_assert(kLift == 0);
     Row factor;
+    const Row tile_max = tile_maxima(scores);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float previous = raise_max(r, scores);
+      const float previous = row_max[r];
+      row_max[r] = fmaxf(previous, tile_max[r]);
       const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
       const float base = with_care ? maximum : 0.f;
       // Finite, as sums are kept: so NaN comes of scores alone (anchor_held).
@@ -95,8 +97,6 @@ struct OnlineSoftmax {
     Lifted lifted;
     Row maximum = tile_maxima(scores);
     bool any_steep = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) maximum[r] = quad_max(maximum[r]);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float previous = row_max[r];
@@ -226,10 +226,14 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Of each row's scores. In chains that do not wait for each other.
+  // Of each row's scores, over the quad. In chains that do not wait for each other: four rows are
+  // that by themselves, and more chains take registers.
+  static constexpr int kChains = kRows > 2 ? 1 : kLift > 0 ? 8 : 4;
   template <class Scores>
   CUTE_DEVICE static Row tile_maxima(Scores const& scores) {
-    constexpr int kColumns = decltype(cute::size<1>(scores))::value, kChains = 8;
+    using namespace cute;
+    static_assert(decltype(size<0>(scores))::value == kRows);
+    constexpr int kColumns = decltype(size<1>(scores))::value;
     float maxima[kRows][kChains];
     CUTE_UNROLL
     for (int c = 0; c < kColumns; ++c) {
@@ -248,20 +252,9 @@ struct OnlineSoftmax {
         tile_max[r] = fmaxf(tile_max[r], maxima[r][chain]);
       }
     }
-    return tile_max;
-  }
-
-  // Answers what the maximum was before.
-  template <class Scores>
-  CUTE_DEVICE float raise_max(int r, Scores const& scores) {
-    using namespace cute;
-    static_assert(decltype(size<0>(scores))::value == kRows);
-    float tile_max = scores(r, 0);
     CUTE_UNROLL
-    for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
-    const float previous = row_max[r];
-    row_max[r] = fmaxf(previous, quad_max(tile_max));
-    return previous;
+    for (int r = 0; r < kRows; ++r) tile_max[r] = quad_max(tile_max[r]);
+    return tile_max;
   }
 
   // The row's scores become exp2(exponent(column, score)), and are added up.

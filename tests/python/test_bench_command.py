@@ -112,7 +112,7 @@ def test_a_run_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["bench", "--from-json", os.fspath(path)]) == 0
     shown = capsys.readouterr().out
     assert "Fake GPU" in shown
-    assert "| case | fa3 | cudnn | ours/cudnn | fa2/flash | fa3/plain |" in shown
+    assert "| case | fa3 | cudnn | ours/cudnn | fa3/plain |" in shown
     assert "| d128 4k soft cap | " in shown
     assert "| 1.00 |\n" in shown
     assert "sustained" not in shown

@@ -245,5 +245,5 @@ def test_a_case_that_nobody_can_run(
         assert "refused" in line
         assert text in line
     assert report.markdown_table([result], ["fa3", "fa2", "cudnn"], "burst").endswith(
-        "| - | - | - | - | - | - | - |"
+        "| - | - | - | - | - | - |"
     )

@@ -89,14 +89,22 @@ def markdown_table(cases: Sequence[Mapping[str, Any]], names: Sequence[str], reg
 def _columns(
     cases: Sequence[Mapping[str, Any]], names: Sequence[str], regime: str
 ) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the table; it has columns "/plain" where cases have baselines."""
+    """Headers and rows of the table, with the ratios of contenders that are in it.
+
+    It has columns "/plain" where cases have baselines.
+    """
+    shown = [
+        name
+        for name, (ours, peer) in RATIOS.items()
+        if peer in names and any(each in names for each in ours)
+    ]
     compared = any(case.get("baseline") for case in cases)
     plain = [name for name in OURS if compared and name in names]
     rows, every = [], []
     for case in cases:
         own = to_plain(case, cases, regime)
-        found = case["ratios"].get(regime, {})
-        ratio_values = [*(found.get(r) for r in RATIOS), *(own.get(name) for name in plain)]
+        found = ratios(case["results"], regime)
+        ratio_values = [*(found.get(r) for r in shown), *(own.get(name) for name in plain)]
         ratio_cells = ["-" if value is None else f"{value:.2f}" for value in ratio_values]
         rows.append([case["name"], *(_cell(case, name, regime) for name in names), *ratio_cells])
         every.append(ratio_values)
@@ -106,7 +114,7 @@ def _columns(
             values = [value for value in column if value is not None]
             means.append(f"{geometric_mean(values):.3f}" if values else "-")
         rows.append(["geometric mean", *[""] * len(names), *means])
-    return ["case", *names, *RATIOS, *(f"{name}/plain" for name in plain)], rows
+    return ["case", *names, *shown, *(f"{name}/plain" for name in plain)], rows
 
 
 def geometric_mean(values: Sequence[float]) -> float:

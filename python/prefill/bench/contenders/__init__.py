@@ -44,6 +44,9 @@ OURS = ("fa3", "fa2")
 RATIOS: dict[str, tuple[tuple[str, ...], str]] = {
     "ours/cudnn": (OURS, "cudnn"),
     "fa2/flash": (("fa2",), "flash"),
+    "ours/flash4": (OURS, "flash4"),
+    "ours/cudnn8": (OURS, "cudnn8"),
+    "ours/flashinfer": (OURS, "flashinfer"),
 }
 """Speed of the first contender named that ran, over that of the second."""
 
