@@ -37,80 +37,46 @@ CUTE_DEVICE void store_rows(typename Traits::SharedStorage& smem, const PrefillP
   }
 }
 
-// What is done with a block's row tile in the end.
-template <class Traits>
-struct TileWriter {
+template <class Traits, class Acc>
+CUTE_DEVICE void write_tile(typename Traits::SharedStorage& smem, const PrefillParams& params,
+                            const TileSchedule& schedule, typename Traits::Softmax const& softmax,
+                            Acc& out) {
   using T = typename Traits::T;
-  using Softmax = typename Traits::Softmax;
-
-  typename Traits::SharedStorage& smem;
-  const PrefillParams& params;
-  WorkTile work;
-  int part;
-  float sink;
-
-  CUTE_DEVICE TileWriter(typename Traits::SharedStorage& smem_, const PrefillParams& params_,
-                         const TileSchedule& schedule)
-      : smem(smem_), params(params_) {
-    // For all ptxas knows, another block: the main loop has no registers to keep in what is known
-    // of this one.
-    int block = blockIdx.x;
-    asm volatile("" : "+r"(block));
-    work = schedule.tile(block);
-    part = schedule.part_of_all(block);
-    sink = work.is_whole() ? sink_logit(params, work.head) : -INFINITY;
+  typename Traits::TiledMma tiled_mma;
+  // For all ptxas knows, another block: the main loop has no registers to keep in what is known of
+  // this one.
+  int block = blockIdx.x;
+  asm volatile("" : "+r"(block));
+  const WorkTile work = schedule.tile(block);
+  const int part = schedule.part_of_all(block), first_row = work.m_tile * Traits::kM;
+  const float sink = work.is_whole() ? sink_logit(params, work.head) : -INFINITY;
+  Tensor out_rows = row_column_view(out);
+  Normaliser<Traits::Softmax::kRows>(softmax, Traits::kWithCare, sink,
+                                     value_scale(params, work.kv_head))
+      .apply(out_rows);
+  using TileShape = Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>;
+  const auto coordinates = element_coordinates<TileShape>(tiled_mma, threadIdx.x);
+  if (part >= 0) {
+    const int first_part = part * Traits::kM;
+    store_part_lse(params.split, softmax, Traits::kWithCare, coordinates, first_part);
+    store_part_rows<TileShape>(Results::of(params), tiled_mma, threadIdx.x, first_row, first_part,
+                               out_rows);
+    return;
   }
+  Tensor rounded = make_tensor<T>(out.layout());
+  convert_fragment<T>(out, rounded);
 
-  // Makes means of sums; false where weights have left their range.
-  template <class Acc>
-  CUTE_DEVICE bool normalise(Softmax const& softmax, Acc& out) const {
-    Tensor out_rows = row_column_view(out);
-    const Normaliser<Softmax::kRows> normaliser(softmax, Traits::kWithCare, sink,
-                                                value_scale(params, work.kv_head));
-    normaliser.apply(out_rows);
-    if constexpr (Traits::kHasAnchors) {
-      if (!smem.tiles.is_careful()) {
-        bool held = all_finite(out_rows, normaliser);
-        const int num_keys = smem.tiles.order.count * Traits::kN;
-        CUTE_UNROLL
-        for (int r = 0; r < Softmax::kRows; ++r) held = held && softmax.anchor_held(r, num_keys);
-        return held;
-      }
-    }
-    return true;
-  }
+  // A warp writes over query rows that only it reads: no barrier is needed before.
+  auto copy_out = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, T>{}, tiled_mma);
+  auto thr_copy_out = copy_out.get_slice(threadIdx.x);
+  Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
+  copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
 
-  template <class Acc>
-  CUTE_DEVICE void write(Softmax const& softmax, Acc& out) const {
-    typename Traits::TiledMma tiled_mma;
-    const int first_row = work.m_tile * Traits::kM;
-    using TileShape = Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>;
-    int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    const auto coordinates = element_coordinates<TileShape>(tiled_mma, thread);
-    if (part >= 0) {
-      const int first_part = part * Traits::kM;
-      Tensor out_rows = row_column_view(out);
-      store_part_lse(params.split, softmax, Traits::kWithCare, coordinates, first_part);
-      store_part_rows<TileShape>(Results::of(params), tiled_mma, thread, first_row, first_part,
-                                 out_rows);
-      return;
-    }
-    Tensor rounded = make_tensor<T>(out.layout());
-    convert_fragment<T>(out, rounded);
+  store_lse(Results::of(params), softmax, Traits::kWithCare, coordinates, work.head, sink,
+            first_row);
 
-    // A warp writes over query rows that only it reads: no barrier is needed before.
-    auto copy_out = make_tiled_copy_C(Copy_Atom<UniversalCopy<uint32_t>, T>{}, tiled_mma);
-    auto thr_copy_out = copy_out.get_slice(thread);
-    Tensor tile = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutO{});
-    copy(copy_out, thr_copy_out.retile_S(rounded), thr_copy_out.partition_D(tile));
-
-    store_lse(Results::of(params), softmax, Traits::kWithCare, coordinates, work.head, sink,
-              first_row);
-
-    __syncthreads();
-    store_rows<Traits>(smem, params, work.head, first_row);
-  }
-};
+  __syncthreads();
+  store_rows<Traits>(smem, params, work.head, first_row);
+}
 
 }  // namespace prefill::fa2

@@ -27,54 +27,35 @@ __global__ void __launch_bounds__(Traits::kThreads)
   if (!work.is_whole()) band = band.part(work.part, params.split.num_splits);
   RowTile<T> here{HeadRows<T>::of(params.k, work.kv_head, params.kv_len, params.head_dim_qk),
                   HeadRows<T>::of(params.v, work.kv_head, params.kv_len, params.head_dim_vo),
+                  KvTiles::of_band(band),
                   LogitTransform::of_scale(logit_scale(params, work.head, work.kv_head)),
                   first_row};
   const RowTile<T>* row_tile = &here;
-  typename Traits::KvTiles tiles;
   if constexpr (Traits::kIsGeneral) {
-    tiles = GeneralKvTiles::of(params.mask, band, work.m_tile);
+    here.tiles = KvTiles::of(params.mask, band, work.m_tile);
     here.transform = LogitTransform::of(params, work.head, work.kv_head);
     row_tile = &smem.row_tile;
     if (threadIdx.x == 0) smem.row_tile = here;
-  } else {
-    const KvTileOrder order = band.template masked_first<Traits::kN>();
-    const bool is_careful = !Traits::kHasAnchors || !here.transform.is_idle() ||
-                            needs_care(mask, order, Traits::kN, /*is_custom=*/false,
-                                       work.is_whole(), value_scale(params, work.kv_head));
-    const int num_exact = max(num_exact_steps(order), Traits::kExactKeys / Traits::kN);
-    tiles = {order, is_careful ? order.count : min(num_exact, order.count)};
+    __syncthreads();
   }
-  if (threadIdx.x == 0) smem.tiles = tiles;
-  __syncthreads();
+  const int last = here.tiles.last();
 
   // Barriers before the first mask make it known to all threads.
   for (int row = threadIdx.x; row < Traits::kM; row += Traits::kThreads) {
     smem.queries[row] = min(params.rows.token(first_row + row), params.qo_len - 1);
   }
   const KvLoader<Traits> loader{row_tile->k, row_tile->v, smem};
-  if (tiles.first() >= 0) load_q<Traits>(params, work.head, first_row, smem.q);
+  if (last >= 0) {
+    load_q<Traits>(params, work.head, first_row, smem.q);
+    loader.start_k(last);
+  }
 
+  typename Traits::Softmax softmax(here.transform.multiplier);
   Tensor out = partition_fragment_C(typename Traits::TiledMma{},
                                     Shape<Int<Traits::kM>, Int<Traits::Dims::kVo>>{});
-  while (true) {
-    const int first = smem.tiles.first();
-    if (first >= 0) loader.start_k(first);
-    typename Traits::Softmax softmax(here.transform.multiplier);
-    clear(out);
-    attend<Traits>(loader, *row_tile, params, mask, softmax, out);
-    const TileWriter<Traits> writer(smem, params, schedule);
-    const bool held = writer.normalise(softmax, out);
-    if constexpr (Traits::kHasAnchors) {
-      // Weights that have left their range: all over again, with care.
-      if (!smem.tiles.is_careful() && __syncthreads_or(!held)) {
-        if (threadIdx.x == 0) smem.tiles.num_exact = smem.tiles.order.count;
-        __syncthreads();
-        continue;
-      }
-    }
-    writer.write(softmax, out);
-    return;
-  }
+  clear(out);
+  attend<Traits>(loader, *row_tile, params, mask, last, softmax, out);
+  write_tile<Traits>(smem, params, schedule, softmax, out);
 }
 
 }  // namespace prefill::fa2

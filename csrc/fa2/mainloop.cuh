@@ -53,11 +53,11 @@ CUTE_DEVICE void gemm_registers(TiledMma const& tiled_mma, TiledCopyB const& cop
   }
 }
 
-// Accumulates P V and the softmax state over the KV tiles of one row tile. The caller has started
-// the loads of Q and of the first tile's K.
+// Accumulates P V and the softmax state over the KV tiles of one row tile, of which `last` is the
+// first to come. The caller has started the loads of Q and of that K.
 template <class Traits, class Acc>
 CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename Traits::T>& row_tile,
-                        const PrefillParams& params, const BandMask& band,
+                        const PrefillParams& params, const BandMask& band, int last,
                         typename Traits::Softmax& softmax, Acc& out) {
   using T = typename Traits::T;
   typename Traits::TiledMma tiled_mma;
@@ -67,49 +67,23 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
   Tensor q = make_tensor(make_smem_ptr(loader.smem.q), typename Traits::LayoutQ{});
   Tensor k = make_tensor(make_smem_ptr(loader.smem.k), typename Traits::LayoutK{});
   Tensor vt = make_tensor(make_smem_ptr(loader.smem.v), typename Traits::LayoutVt{});
-  const typename Traits::KvTiles& tiles = loader.smem.tiles;
+  const KvTiles& tiles = row_tile.tiles;
   const LogitTransform& transform = row_tile.transform;
   using TileShape = Shape<Int<Traits::kM>, Int<Traits::kN>>;
   const auto offsets = element_offsets<TileShape>(tiled_mma);
-  int step = 0, tile = tiles.first();
 
-  // Of a thread's first element. For all ptxas knows the thread is new each time, so that nothing
-  // that masks need is worked out once and kept throughout.
+  // Of a thread's first element. In general kernels the thread is for all ptxas knows new each
+  // time, so that nothing that masks need is worked out once and kept throughout; plain ones have
+  // registers for it.
   const auto origin = [&] {
     int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
+    if constexpr (Traits::kIsGeneral) asm volatile("" : "+r"(thread));
     return element_coordinates<TileShape>(tiled_mma, thread)(_0{}, _0{});
   };
 
-  const auto exact_step = [&](auto& rows) CUTLASS_LAMBDA_FUNC_INLINE {
-    if (!transform.is_idle()) {
-      if constexpr (Traits::kIsGeneral) {
-        const auto at = origin();
-        transform_scores(rows, offsets, transform, band, row_tile.first_row + get<0>(at),
-                         tile * Traits::kN + get<1>(at));
-      } else {
-        scale_scores(rows, transform.gain);
-      }
-    }
-    if (tiles.template needs_mask<Traits::kN>(step, tile)) {
-      const auto at = origin();
-      if (tiles.is_custom) {
-        apply_bits(rows, offsets, params.mask, row_tile.first_row + get<0>(at), tile);
-      } else {
-        const int* queries = loader.smem.queries + get<0>(at);
-        apply_mask(rows, offsets, band, tile * Traits::kN + get<1>(at),
-                   [&](int offset) { return queries[offset]; });
-      }
-    }
-    const auto factor = softmax.exact_step(rows, Traits::kWithCare);
-    Tensor out_rows = row_column_view(out);
-    scale_rows(out_rows, factor);
-  };
-
-  while (tile >= 0) {
-    int next;
+  for (int tile = last, next; tile >= 0; tile = next) {
     const auto start_next_k = [&] {  // V has landed, K is no longer read
-      next = tiles.next(step + 1, tile);
+      next = tiles.before(tile);
       loader.wait();
       if (next >= 0) loader.start_k(next);
     };
@@ -121,24 +95,40 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     if constexpr (Traits::kEarlyV) start_next_k();
 
     Tensor rows = row_column_view(scores);
-    if constexpr (Traits::kHasAnchors) {
-      if (step < tiles.num_exact) {
-        exact_step(rows);
-        if (step + 1 == tiles.num_exact && !tiles.is_careful()) softmax.settle_nan();
+    const auto mask_scores = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+      const auto at = origin();
+      if (Traits::kIsGeneral && tiles.is_custom) {
+        apply_bits(rows, offsets, params.mask, row_tile.first_row + get<0>(at), tile);
       } else {
-        softmax.anchored_step(rows);
+        const int* queries = loader.smem.queries + get<0>(at);
+        apply_mask(rows, offsets, band, tile * Traits::kN + get<1>(at),
+                   [&](int offset) { return queries[offset]; });
       }
+    };
+    if constexpr (Traits::kIsGeneral) {
+      if (!transform.is_idle()) {
+        const auto at = origin();
+        transform_scores(rows, offsets, transform, band, row_tile.first_row + get<0>(at),
+                         tile * Traits::kN + get<1>(at));
+      }
+      if (tiles.template needs_mask<Traits::kN>(tile)) mask_scores();
     } else {
-      exact_step(rows);
+      const bool is_idle = transform.is_idle();
+      const bool needs_mask = tiles.template needs_mask<Traits::kN>(tile);
+      if (!is_idle || needs_mask) {  // both are rare: most steps pass one branch
+        if (!is_idle) scale_scores(rows, transform.gain);
+        if (needs_mask) mask_scores();
+      }
     }
+    const auto factor = softmax.exact_step(rows, Traits::kWithCare);
+    Tensor out_rows = row_column_view(out);
+    scale_rows(out_rows, factor);
     Tensor p = make_tensor<T>(scores.layout());
     convert_fragment<T>(scores, p);
 
     if constexpr (!Traits::kEarlyV) start_next_k();
     Tensor p_operand = make_tensor(p.data(), operand_a_layout(p.layout()));
     gemm_registers<T, Traits::kAhead>(tiled_mma, copy_v, p_operand, vt, out);
-    tile = next;
-    ++step;
   }
   softmax.finish();
 }

@@ -9,32 +9,30 @@ namespace prefill::fa2 {
 // an A100 where it can: two blocks on an SM hide each other's barriers and softmax.
 //   kEarlyV: wait for V before the softmax, which gives the next load the softmax to land in, but
 //   keeps more registers alive; where they are short it spills.
-//   kHasAnchors: in plain kernels long rows have anchored steps (csrc/fa3/README.md), where that
-//   is faster.
-//   kAhead, kGeneralAhead: k-steps that operands are read from shared memory before their use, in
-//   plain and in general kernels; costs registers too.
+//   kAhead: k-steps that operands are read from shared memory before their use; costs registers
+//   too.
 template <class Dims>
 struct Tile;
 
 template <>
 struct Tile<HeadDims<64, 64>> {  // 48 KB; O and S take 192 registers; reading ahead would spill
-  static constexpr int kM = 128, kN = 128, kWarps = 4, kAhead = 0, kGeneralAhead = 0;
-  static constexpr bool kEarlyV = false, kHasAnchors = true;
+  static constexpr int kM = 128, kN = 128, kWarps = 4, kAhead = 0;
+  static constexpr bool kEarlyV = false;
 };
 template <>
 struct Tile<HeadDims<128, 128>> {  // 64 KB; O and S take 192 registers
-  static constexpr int kM = 128, kN = 64, kWarps = 4, kAhead = 0, kGeneralAhead = 1;
-  static constexpr bool kEarlyV = false, kHasAnchors = true;
+  static constexpr int kM = 128, kN = 64, kWarps = 4, kAhead = 1;
+  static constexpr bool kEarlyV = false;
 };
 template <>
 struct Tile<HeadDims<192, 128>> {  // 88 KB; O and S take 192 registers
-  static constexpr int kM = 128, kN = 64, kWarps = 4, kAhead = 0, kGeneralAhead = 0;
-  static constexpr bool kEarlyV = false, kHasAnchors = true;
+  static constexpr int kM = 128, kN = 64, kWarps = 4, kAhead = 0;
+  static constexpr bool kEarlyV = false;
 };
 template <>
 struct Tile<HeadDims<256, 256>> {  // 96 KB; O and S take 160 registers; 128 rows would need 128 KB
-  static constexpr int kM = 64, kN = 64, kWarps = 4, kAhead = 1, kGeneralAhead = 1;
-  static constexpr bool kEarlyV = true, kHasAnchors = false;
+  static constexpr int kM = 64, kN = 64, kWarps = 4, kAhead = 1;
+  static constexpr bool kEarlyV = true;
 };
 
 }  // namespace prefill::fa2

@@ -22,6 +22,7 @@ using namespace cute;
 template <class T>
 struct RowTile {
   HeadRows<T> k, v;
+  KvTiles tiles;
   LogitTransform transform;
   int first_row;
 };
@@ -32,10 +33,9 @@ struct Traits {
   using Dims = Dims_;
   using T = Element<kDType>;
   static constexpr bool kIsGeneral = kScores == Scores::General;
-  using KvTiles = std::conditional_t<kIsGeneral, GeneralKvTiles, PlainKvTiles>;
   static constexpr int kM = Tile<Dims>::kM;
   static constexpr int kN = Tile<Dims>::kN;
-  static constexpr int kAhead = kIsGeneral ? Tile<Dims>::kGeneralAhead : Tile<Dims>::kAhead;
+  static constexpr int kAhead = Tile<Dims>::kAhead;
   static constexpr bool kEarlyV = Tile<Dims>::kEarlyV;
   static constexpr int kThreads = Tile<Dims>::kWarps * 32;
 
@@ -66,7 +66,6 @@ struct Traits {
     alignas(128) T k[kN * Dims::kQk];
     alignas(128) T v[kN * Dims::kVo];
     int queries[kM];  // which of the call's each row is; for masks the last one past the end
-    KvTiles tiles;
     // What general kernels use once a KV tile; in registers it would cost spills. Plain ones have
     // registers for it.
     std::conditional_t<kIsGeneral, RowTile<T>, Nothing> row_tile;
@@ -74,12 +73,8 @@ struct Traits {
 
   static constexpr int kRowsPerThread = 2 * kM / (Tile<Dims>::kWarps * 16);
   using Softmax = OnlineSoftmax<kRowsPerThread>;
-  // Of exact steps: exponentials leave issue slots free for it.
+  // Exponentials leave issue slots free for it.
   static constexpr bool kWithCare = true;
-  // Rows begin with so many keys in exact steps, which cost little more than anchored ones here:
-  // RMS errors on normal inputs stay within 1.02 of an online softmax's (docs/tuning.md).
-  static constexpr int kExactKeys = 768;
-  static constexpr bool kHasAnchors = !kIsGeneral && Tile<Dims>::kHasAnchors;
 };
 
 }  // namespace prefill::fa2

@@ -3,8 +3,8 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/anchors.cuh"
 #include "common/mask_walk.cuh"
+#include "fa3/anchors.cuh"
 #include "fa3/tensor_maps.cuh"
 #include "fa3/traits.cuh"
 #include "fa3/work_list.cuh"

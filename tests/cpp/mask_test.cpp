@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check.h"
-#include "common/anchors.cuh"
 #include "common/mask.cuh"
+#include "fa3/anchors.cuh"
 #include "random.h"
 
 namespace {
@@ -15,8 +15,8 @@ namespace {
 using prefill::BandMask;
 using prefill::KvTileOrder;
 using prefill::KvTileRange;
-using prefill::needs_care;
-using prefill::num_exact_steps;
+using prefill::fa3::needs_care;
+using prefill::fa3::num_exact_steps;
 using prefill::test::Random;
 
 std::ostream& operator<<(std::ostream& stream, const BandMask& mask) {
@@ -305,8 +305,8 @@ void check_quad_columns(Random& random) {
   }
 }
 
-// Which rows keep a running maximum throughout: few keys without a causal bound among them, and
-// all whose anchored sums a value scale could make vanish.
+// Which row tiles of fa3 keep a running maximum throughout: few keys without a causal bound among
+// them, and all whose anchored sums a value scale could make vanish.
 void check_care() {
   constexpr int kTileM = 128, kTileN = 64;
   const auto cares = [](int kv_len, bool causal, bool is_custom, bool is_whole, float scale) {

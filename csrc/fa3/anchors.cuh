@@ -1,12 +1,12 @@
 // Which steps of a row tile keep a running maximum, and which take the maximum so far as the anchor
-// of their weights (csrc/fa3/README.md). Shared by all kernels.
+// of their weights (README.md). Host and device, and tested on the host.
 #pragma once
 
 #include <cmath>
 
 #include "common/mask.cuh"
 
-namespace prefill {
+namespace prefill::fa3 {
 
 // Rows of up to so many keys, in whole KV tiles, have no anchors if no causal bound runs through
 // their keys.
@@ -32,4 +32,4 @@ PREFILL_HOST_DEVICE int num_exact_steps(KvTileOrder const& order) {
   return num_masked + 1 < order.count ? num_masked + 1 : order.count;
 }
 
-}  // namespace prefill
+}  // namespace prefill::fa3
