@@ -71,4 +71,21 @@ CUTE_DEVICE void store_rows(Results const& to, int head, int first_row, Acc cons
   }
 }
 
+// Whether no element of a (rows, columns) view is inf or NaN, which times 0 is NaN. Rows whose
+// factor is NaN are NaN however they are computed, and are not asked.
+template <class Outputs, class Normaliser>
+CUTE_DEVICE bool all_finite(Outputs const& outputs, Normaliser const& normaliser) {
+  bool finite = true;
+  CUTE_UNROLL
+  for (int r = 0; r < size<0>(outputs); ++r) {
+    float sums[2] = {};  // independent ones, to hide latency
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(outputs); ++c) {
+      sums[c % 2] = fmaf(outputs(r, c), 0.f, sums[c % 2]);
+    }
+    finite = finite && (sums[0] + sums[1] == 0.f || isnan(normaliser.factor[r]));
+  }
+  return finite;
+}
+
 }  // namespace prefill::fa3
