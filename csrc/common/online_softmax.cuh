@@ -64,11 +64,9 @@ struct OnlineSoftmax {
   CUTE_DEVICE Row exact_step(Scores& scores, bool with_care) {
     static_assert(kLift == 0);
     Row factor;
-    const Row tile_max = tile_maxima(scores);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float previous = row_max[r];
-      row_max[r] = fmaxf(previous, tile_max[r]);
+      const float previous = raise_max(r, scores);
       const float maximum = row_max[r] == -INFINITY ? 0.f : row_max[r];
       const float base = with_care ? maximum : 0.f;
       // Finite, as sums are kept: so NaN comes of scores alone (anchor_held).
@@ -97,6 +95,8 @@ struct OnlineSoftmax {
     Lifted lifted;
     Row maximum = tile_maxima(scores);
     bool any_steep = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) maximum[r] = quad_max(maximum[r]);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float previous = row_max[r];
@@ -226,14 +226,10 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Of each row's scores, over the quad. In chains that do not wait for each other: four rows are
-  // that by themselves, and more chains take registers.
-  static constexpr int kChains = kRows > 2 ? 1 : kLift > 0 ? 8 : 4;
+  // Of each row's scores. In chains that do not wait for each other.
   template <class Scores>
   CUTE_DEVICE static Row tile_maxima(Scores const& scores) {
-    using namespace cute;
-    static_assert(decltype(size<0>(scores))::value == kRows);
-    constexpr int kColumns = decltype(size<1>(scores))::value;
+    constexpr int kColumns = decltype(cute::size<1>(scores))::value, kChains = 8;
     float maxima[kRows][kChains];
     CUTE_UNROLL
     for (int c = 0; c < kColumns; ++c) {
@@ -252,9 +248,20 @@ struct OnlineSoftmax {
         tile_max[r] = fmaxf(tile_max[r], maxima[r][chain]);
       }
     }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) tile_max[r] = quad_max(tile_max[r]);
     return tile_max;
+  }
+
+  // Answers what the maximum was before.
+  template <class Scores>
+  CUTE_DEVICE float raise_max(int r, Scores const& scores) {
+    using namespace cute;
+    static_assert(decltype(size<0>(scores))::value == kRows);
+    float tile_max = scores(r, 0);
+    CUTE_UNROLL
+    for (int c = 1; c < size<1>(scores); ++c) tile_max = fmaxf(tile_max, scores(r, c));
+    const float previous = row_max[r];
+    row_max[r] = fmaxf(previous, quad_max(tile_max));
+    return previous;
   }
 
   // The row's scores become exp2(exponent(column, score)), and are added up.

@@ -27,7 +27,9 @@ CUTE_DEVICE void load_rows(const HeadRows<T>& source, int first_row, T* tile) {
   from += (first_row + thread_row) * source.row_stride;
   CUTE_UNROLL
   for (int row = 0; row < kRows; row += kRowStep) {
-    const bool row_exists = first_row + thread_row + row < source.num_rows;
+    // Nor do rows before the first.
+    const bool row_exists = static_cast<unsigned>(first_row + thread_row + row) <
+                            static_cast<unsigned>(source.num_rows);
     CUTE_UNROLL
     for (int column = 0; column < kCols; column += Traits::kColumns) {
       // What does not exist is not read: its address does not matter.

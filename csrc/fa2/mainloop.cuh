@@ -85,7 +85,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     const auto start_next_k = [&] {  // V has landed, K is no longer read
       next = tiles.before(tile);
       loader.wait();
-      if (next >= 0) loader.start_k(next);
+      if (Traits::kAlwaysLoads || next >= 0) loader.start_k(next);
     };
     Tensor scores = partition_fragment_C(tiled_mma, Shape<Int<Traits::kM>, Int<Traits::kN>>{});
     clear(scores);
@@ -115,7 +115,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     } else {
       const bool is_idle = transform.is_idle();
       const bool needs_mask = tiles.template needs_mask<Traits::kN>(tile);
-      if (!is_idle || needs_mask) {  // both are rare: most steps pass one branch
+      if (!Traits::kOneBranch || !is_idle || needs_mask) {
         if (!is_idle) scale_scores(rows, transform.gain);
         if (needs_mask) mask_scores();
       }
@@ -130,6 +130,7 @@ CUTE_DEVICE void attend(const KvLoader<Traits>& loader, const RowTile<typename T
     Tensor p_operand = make_tensor(p.data(), operand_a_layout(p.layout()));
     gemm_registers<T, Traits::kAhead>(tiled_mma, copy_v, p_operand, vt, out);
   }
+  if constexpr (Traits::kAlwaysLoads) cp_async_wait<0>();  // for the K of no tile
   softmax.finish();
 }
 

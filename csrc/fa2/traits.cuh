@@ -37,6 +37,8 @@ struct Traits {
   static constexpr int kN = Tile<Dims>::kN;
   static constexpr int kAhead = Tile<Dims>::kAhead;
   static constexpr bool kEarlyV = Tile<Dims>::kEarlyV;
+  static constexpr bool kOneBranch = Tile<Dims>::kOneBranch;
+  static constexpr bool kAlwaysLoads = !kIsGeneral && Tile<Dims>::kAlwaysLoads;
   static constexpr int kThreads = Tile<Dims>::kWarps * 32;
 
   using MmaOp = std::conditional_t<kDType == DType::float16, SM80_16x8x16_F32F16F16F32_TN,
